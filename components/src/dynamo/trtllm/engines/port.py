@@ -1,0 +1,263 @@
+"""The engine port: what a handler may ask of an engine, in our own types, and what every adapter guarantees.
+
+Life of an engine: `start` once, then any number of `encode`, `generate`, `prefill` and `decode` calls side by side, then `close`
+once. All calls are made on one event loop; blocking work is the adapter's to move off it. Adapters import their library inside, so
+this module needs neither torch nor an engine.
+
+Contract, held by one test suite for every adapter (`tests/engines/test_contract.py`):
+* Tokens depend on the request alone: the same request gives the same tokens alone, beside others, and split over prefill and decode.
+* Sampling noise of output token i depends on (seed, i) only; penalties count the tokens of prompt and output alike.
+* Closing the iterator of `generate` or `decode`, or cancelling `prefill` or `encode`, aborts the request: its slot and KV cache
+  blocks are free at the engine's next step. Closing twice, or after the end, does nothing.
+* A stream ends with exactly one `Step` that has `finish` set, or with an exception from `errors`; nothing follows it.
+* The token that ended the request (end-of-sequence, or one of `stop_token_ids`) is not in `token_ids`, but is counted in no usage.
+* A request that the engine refuses raises `ClientFault` and leaves others untouched; `EngineFault` fails one request; `EngineDead`
+  says that no further request will be served.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+FinishReason = Literal["stop", "eos", "length", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What a started engine is; fixed until it closes."""
+
+    context_length: int
+    """Most tokens of prompt and output together."""
+    kv_block_size: int
+    """Tokens in a KV cache block."""
+    total_kv_blocks: int | None
+    max_num_seqs: int
+    """Most requests that are decoded in one step."""
+    max_num_batched_tokens: int
+    """Most prompt tokens that are computed in one step."""
+    image_placeholder_id: int | None = None
+    """The id that the chat template writes once per image; None: the engine takes no images."""
+    encodes_apart: bool = False
+    """True: images go through `encode` first and `Prompt.token_ids` come expanded. False: the engine takes decoded images."""
+    hidden_size: int | None = None
+    """Width of an embedding row; None: the engine attaches no precomputed embeddings."""
+    data_parallel_size: int = 1
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Facts for the start-up log and the model card, for instance the library's version."""
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """One image as the model should see it: RGB, upright. `digest` names its content."""
+
+    digest: str
+    image: Image.Image
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """One image's embeddings, from this engine's `encode`, from an encode worker, or from a file.
+
+    `tensors["features"]` is `[tokens, hidden]`, floating point; models with several feature levels add `features.1` and so on, of
+    the same number of rows. `token_ids` is what the image's placeholder becomes in the prompt: the rows of `features` belong to those
+    of its ids that equal the engine's image token, in order. `extras` is what the processor says beside it (grid, sizes), as JSON.
+    """
+
+    digest: str
+    tensors: Mapping[str, torch.Tensor]
+    token_ids: tuple[int, ...]
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class PlacedMedia:
+    """Media at its place: `Prompt.token_ids[start:start + length]` stand for it."""
+
+    item: DecodedImage | EncodedImage
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to continue. `text` is the rendered prompt, for an engine release that cannot take token ids beside media."""
+
+    token_ids: tuple[int, ...]
+    media: tuple[PlacedMedia, ...] = ()
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidedDecoding:
+    """One grammar that the output must follow; exactly one field is set."""
+
+    json: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+    json_object: bool = False
+    structural_tag: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose tokens and when to stop. None leaves a choice out; with no temperature, top-p and top-k the choice is greedy."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    """None: up to the context length."""
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none; k: each token's own log probability and those of the k most likely ones."""
+    prompt_logprobs: int | None = None
+    guided: GuidedDecoding | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """One request as the engine sees it."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    priority: float | None = None
+    cache_salt: str | None = None
+    dp_rank: int | None = None
+    trace_headers: Mapping[str, str] | None = None
+
+
+class TokenLogprob(NamedTuple):
+    """A token's natural log probability and its rank, from 1, among all tokens."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class StepLogprobs(NamedTuple):
+    """Log probabilities at one output position: of the chosen token, and of the most likely ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+class Usage(NamedTuple):
+    """Token counts of a finished request; `prompt_tokens` counts the expanded prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Step(NamedTuple):
+    """What one engine step added to a request's output: usually one token, none only at the end."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[StepLogprobs] | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+    """Set together with `finish`."""
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What decode needs of a prefilled request beside its token ids: `meta` is JSON, `tensors` move by the transfer.
+
+    `tensors` are contiguous and stay valid until `release` is called, once, by whoever holds the state.
+    """
+
+    meta: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Free what the engine keeps for this state. Overridden by adapters that keep something."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A finished context stage. `first` holds the first token; its `finish` is set when that token ended the request.
+
+    `prompt_token_ids` are the expanded ids, `state` is None when the request is finished.
+    """
+
+    first: Step
+    prompt_token_ids: tuple[int, ...]
+    state: EngineState | None
+    cached_tokens: int = 0
+
+
+class Engine(ABC):
+    """One inference engine. See the module's docstring for what all adapters guarantee."""
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Load the model and be ready to serve.
+
+        Raises `StartupError` when the model or its options cannot be served, in one sentence that says what to change.
+        """
+
+    @abstractmethod
+    def generate(self, request: EngineRequest) -> AsyncIterator[Step]:
+        """Run context and generation of `request` and yield its output as it comes."""
+
+    @abstractmethod
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        """Run the context stage and choose the first token. `request.sampling.max_tokens` is the request's own."""
+
+    @abstractmethod
+    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncIterator[Step]:
+        """Continue a prefilled request after its `first` token, which is not yielded again.
+
+        `request.prompt.token_ids` are the expanded ids and hold no media. Yields at least the final step.
+        """
+
+    @abstractmethod
+    def image_tokens(self, width: int, height: int) -> int | None:
+        """Length of the expansion of an image of that size in pixels; None when only the engine itself finds out."""
+
+    @abstractmethod
+    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+        """Embeddings of `images`, in order. Only where `EngineInfo.encodes_apart` or in the encode role."""
+
+    def adopt_embeddings(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedImage:
+        """Make an `EncodedImage` of tensors that came from a file.
+
+        Raises `ClientFault`, without the part's position, when shape, grid or levels do not fit the model.
+        """
+        from dynamo.trtllm.errors import ClientFault
+
+        raise ClientFault("this model takes no precomputed embeddings")
+
+    @abstractmethod
+    async def check_health(self) -> None:
+        """Return at once while the engine can serve; raise `EngineDead` when it cannot."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Gauges for the metrics page, by their short names (`active_requests`, `waiting_requests`, `used_kv_blocks`, ...)."""
+        return {}
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End running requests and free everything. Safe to call twice, and after a failed start."""
