@@ -18,7 +18,7 @@ Contract, held by one test suite for every adapter (`tests/engines/test_contract
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -219,7 +219,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def generate(self, request: EngineRequest) -> AsyncIterator[Step]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         """Run context and generation of `request` and yield its output as it comes."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Engine(ABC):
         """Run the context stage and choose the first token. `request.sampling.max_tokens` is the request's own."""
 
     @abstractmethod
-    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncIterator[Step]:
+    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
         """Continue a prefilled request after its `first` token, which is not yielded again.
 
         `request.prompt.token_ids` are the expanded ids and hold no media. Yields at least the final step.

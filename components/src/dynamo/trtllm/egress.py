@@ -1,0 +1,272 @@
+"""How a handler's chunks reach the frontend, and how a request ends.
+
+Dynamo offers two arms, and both are live. Network requests bring a `response_sender` that the worker pushes into: Rust then
+advances the handler once per request instead of once per chunk (5.6 against 57 microseconds of CPU a token, measured). The health
+canary and in-process callers bring none and pull. Rust finds out about push by the parameter's name in the handler's signature.
+
+`send` blocks the calling thread while the frontend's buffer is full, so a client that stops reading would stop the event loop:
+the first `DIRECT_CHUNKS` of a stream are sent directly, later ones by threads, and a stream that makes no progress there is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol
+
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, RequestCancelled, ShuttingDown, WorkerError, to_dynamo
+
+logger = logging.getLogger(__name__)
+
+Chunk = dict[str, Any]
+
+DIRECT_CHUNKS = 2048
+"""Chunks of one stream that are sent on the event loop. The transport buffers more than this for a client that reads nothing."""
+STALL_DEADLINE_S = 60.0
+"""A stream whose client has not read for this long is cancelled."""
+MAX_PENDING_CHUNKS = 4096
+"""Chunks that wait for a sending thread before the engine's stream is paused."""
+SENDER_THREADS = 64
+_WATCH_INTERVAL_S = 0.05
+
+
+class Context(Protocol):
+    """The part of Dynamo's request context that this worker uses."""
+
+    def id(self) -> str: ...
+    def is_stopped(self) -> bool: ...
+
+
+class Sender(Protocol):
+    """Dynamo's `ResponseSender`."""
+
+    def send(self, chunk: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+class Handler(Protocol):
+    """What serves a request: an async generator of response chunks."""
+
+    def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]: ...
+
+
+class StreamClosed(Exception):
+    """The frontend dropped the response stream; a cancellation, not a fault."""
+
+
+class CancelWatch:
+    """Cancels a request's task when its client goes away, also while nothing is being sent.
+
+    One task looks at all registered contexts; a future per request would cost more than the request's whole parsing.
+    Shared by all requests of the process: `_watched`.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[int, tuple[Context, asyncio.Task[Any]]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def watching(self, context: Context) -> Iterator[None]:
+        """Cancel the current task if `context` is stopped before the block ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._watched[id(context)] = (context, task)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._look(), name="cancel-watch")
+        try:
+            yield
+        finally:
+            self._watched.pop(id(context), None)
+
+    async def _look(self) -> None:
+        while self._watched:
+            for key, (context, task) in list(self._watched.items()):
+                if context.is_stopped():
+                    self._watched.pop(key, None)
+                    task.cancel()
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+
+class Outlet:
+    """The end of one stream after its first `DIRECT_CHUNKS`: sends batches from a thread, in order, one batch at a time."""
+
+    def __init__(self, sender: Sender, threads: ThreadPoolExecutor, stall_deadline_s: float) -> None:
+        self._sender = sender
+        self._threads = threads
+        self._deadline_s = stall_deadline_s
+        self._pending: list[Chunk] = []
+        self._batch: asyncio.Future[None] | None = None
+
+    async def put(self, chunk: Chunk) -> None:
+        """Queue `chunk`. Raises `StreamClosed` when the client is gone or has not read for the stall deadline."""
+        self._pending.append(chunk)
+        if self._batch is None or self._batch.done():
+            self._next_batch()
+        elif len(self._pending) >= MAX_PENDING_CHUNKS:
+            await self._batch_done()
+            self._next_batch()
+
+    async def flush(self) -> None:
+        """Return when everything is sent."""
+        while self._batch is not None or self._pending:
+            await self._batch_done()
+            self._next_batch()
+
+    def _next_batch(self) -> None:
+        if self._batch is not None and self._batch.done():
+            self._batch.result()
+            self._batch = None
+        if self._pending:
+            batch, self._pending = self._pending, []
+            self._batch = asyncio.get_running_loop().run_in_executor(self._threads, self._send_all, batch)
+
+    async def _batch_done(self) -> None:
+        if self._batch is None:
+            return
+        done, _ = await asyncio.wait({self._batch}, timeout=self._deadline_s)
+        if not done:
+            raise StreamClosed("the client stopped reading")
+
+    def _send_all(self, batch: list[Chunk]) -> None:
+        for chunk in batch:
+            send(self._sender, chunk)
+
+
+def send(sender: Sender, chunk: Chunk) -> None:
+    """Send one chunk. Raises `StreamClosed` where Dynamo reports the dropped stream as a RuntimeError."""
+    try:
+        sender.send(chunk)
+    except RuntimeError as error:
+        raise StreamClosed(str(error)) from error
+
+
+class Egress:
+    """Drives a handler for every request, by push or by pull, and turns what it raises into Dynamo's exceptions.
+
+    Shared by all requests: the counters, the watch and the sending threads. `on_dead` is called with the engine's error when a
+    request found the engine dead.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        on_dead: Callable[[EngineDead], None],
+        push: bool = True,
+        stall_deadline_s: float = STALL_DEADLINE_S,
+    ) -> None:
+        self._handler = handler
+        self._push_enabled = push
+        self._on_dead = on_dead
+        self._stall_deadline_s = stall_deadline_s
+        self._watch = CancelWatch()
+        self._threads = ThreadPoolExecutor(SENDER_THREADS, thread_name_prefix="egress")
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.in_flight = 0
+        self.accepting = True
+        self.outcomes: Counter[str] = Counter()
+
+    def endpoint_handler(self) -> Callable[..., AsyncGenerator[Chunk, None]]:
+        """The callable for `serve_endpoint`, with or without the parameter that switches push on."""
+        chosen: Callable[..., AsyncGenerator[Chunk, None]] = self.serve if self._push_enabled else self._pull
+        if self._push_enabled != ("response_sender" in inspect.signature(chosen).parameters):
+            raise AssertionError("the endpoint handler lost its response_sender parameter; Dynamo would pull silently")
+        return chosen
+
+    def serve(self, request: Mapping[str, Any], context: Context, response_sender: Sender | None = None) -> AsyncGenerator[Chunk, None]:
+        """Both arms: an async generator that yields nothing and pushes, or one that yields the chunks."""
+        if response_sender is None:
+            return self._pull(request, context)
+        return self._push(request, context, response_sender)
+
+    async def drained(self) -> None:
+        """Return when no request is in flight."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _push(self, request: Mapping[str, Any], context: Context, sender: Sender) -> AsyncGenerator[Chunk, None]:
+        with self._accounted(context), self._watch.watching(context):
+            async with aclosing(self._handler.generate(request, context)) as chunks:
+                await self._send_stream(chunks, sender)
+            sender.close()
+        return
+        yield {}
+
+    async def _pull(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+        # Each step may run in a task of its own, so there is no one task to cancel: a stopped context ends it between chunks.
+        with self._accounted(context):
+            async with aclosing(self._handler.generate(request, context)) as chunks:
+                empty = True
+                async for chunk in chunks:
+                    empty = False
+                    yield chunk
+                    if context.is_stopped():
+                        raise RequestCancelled("the client went away")
+            _require_output(empty)
+
+    async def _send_stream(self, chunks: AsyncGenerator[Chunk, None], sender: Sender) -> None:
+        sent = 0
+        push = sender.send
+        async for chunk in chunks:
+            try:
+                push(chunk)
+            except RuntimeError as error:
+                raise StreamClosed(str(error)) from error
+            sent += 1
+            if sent == DIRECT_CHUNKS:
+                break
+        _require_output(sent == 0)
+        if sent < DIRECT_CHUNKS:
+            return
+        outlet = Outlet(sender, self._threads, self._stall_deadline_s)
+        async for chunk in chunks:
+            await outlet.put(chunk)
+        await outlet.flush()
+
+    @contextmanager
+    def _accounted(self, context: Context) -> Iterator[None]:
+        """Count the request, and translate how it ended."""
+        if not self.accepting:
+            raise to_dynamo(ShuttingDown("this worker is shutting down"))
+        self.in_flight += 1
+        self._idle.clear()
+        outcome = "completed"
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit, StreamClosed, RequestCancelled) as error:
+            outcome = "cancelled"
+            if isinstance(error, asyncio.CancelledError) and not context.is_stopped() or isinstance(error, GeneratorExit):
+                raise
+            raise to_dynamo(RequestCancelled("the client went away")) from error
+        except Exception as error:
+            outcome = self._report(error, context)
+            raise to_dynamo(error) from error
+        finally:
+            self.outcomes[outcome] += 1
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    def _report(self, error: Exception, context: Context) -> str:
+        """Log a failed request, say so if the engine is dead, and name the outcome for the metrics."""
+        if isinstance(error, ClientFault):
+            logger.info("request %s refused: %s", context.id(), error.message)
+            return "refused"
+        if isinstance(error, EngineDead):
+            self._on_dead(error)
+        expected = isinstance(error, WorkerError)
+        logger.error("request %s failed: %s", context.id(), error, exc_info=None if expected and not error.__cause__ else error)
+        return "failed"
+
+
+def _require_output(empty: bool) -> None:
+    if empty:
+        raise EngineFault("the engine ended the request without any output")

@@ -1,0 +1,262 @@
+"""A deterministic engine that computes nothing, for tests and benchmarks, shipped so that users can try a deployment without a model.
+
+Its tokens depend on the prompt, on the digests of its images and, when a seed is given, on the seed: every topology gives the same.
+`--override-engine-args '{"double": {...}}'` scripts delays and failures; `DoubleScript` lists them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import zlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dynamo.trtllm.config import EngineConfig
+from dynamo.trtllm.engines.port import (
+    DecodedImage,
+    EncodedImage,
+    Engine,
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    FinishReason,
+    Prefilled,
+    Sampling,
+    Step,
+    StepLogprobs,
+    TokenLogprob,
+    Usage,
+)
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
+
+STATE_SCHEMA = 1
+_HIDDEN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoubleScript:
+    """What the double plays. Token numbers count output tokens from 0; times are seconds."""
+
+    first_token_id: int = 300
+    token_span: int = 50
+    """Output ids lie in `first_token_id ... first_token_id + token_span - 1`; a tokenizer must know them."""
+    image_placeholder_id: int | None = None
+    image_tokens: int = 4
+    context_length: int = 1 << 20
+    max_num_seqs: int = 1 << 16
+    answer_tokens: int = 16
+    """An answer ends by itself after this many tokens or up to 8 more, unless end-of-sequence is ignored."""
+    start_delay_s: float = 0.0
+    prefill_delay_s: float = 0.0
+    step_delay_s: float = 0.0
+    encode_delay_s: float = 0.0
+    fail_start: bool = False
+    reject_prompt_over: int | None = None
+    """Prompts of more tokens are refused as the client's fault."""
+    fail_at_token: int | None = None
+    """Every request fails with `EngineFault` at this token."""
+    die_at_token: int | None = None
+    """The engine dies at this token: `EngineDead` for this and all later requests."""
+    kv_bytes_per_token: int = 0
+    """Size of the opaque state that prefill hands over, so that transfers can be loaded without a model."""
+
+
+class DoubleEngine(Engine):
+    """See the module. State shared by requests: the counters and `_dead`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        script = {**config.double_script, **_limits(config.args)}
+        unknown = sorted(set(script) - {f.name for f in fields(DoubleScript)})
+        if unknown:
+            raise StartupError(f"the double engine knows no script key {', '.join(unknown)}; see DoubleScript")
+        self._script = DoubleScript(**script)
+        self._dead = False
+        self._active = 0
+        self._generated = 0
+        self._encoded = 0
+
+    async def start(self) -> EngineInfo:
+        script = self._script
+        await asyncio.sleep(script.start_delay_s)
+        if script.fail_start:
+            raise StartupError("the double engine was told to fail at start; remove fail_start from its script")
+        return EngineInfo(
+            context_length=script.context_length,
+            kv_block_size=32,
+            total_kv_blocks=script.context_length // 32,
+            max_num_seqs=script.max_num_seqs,
+            max_num_batched_tokens=script.context_length,
+            image_placeholder_id=script.image_placeholder_id,
+            encodes_apart=script.image_placeholder_id is not None,
+            hidden_size=_HIDDEN,
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
+        self._check(request)
+        self._active += 1
+        try:
+            if self._script.prefill_delay_s:
+                await asyncio.sleep(self._script.prefill_delay_s)
+            key = _request_key(request)
+            async for step in self._run(request, key, 0):
+                yield step
+        finally:
+            self._active -= 1
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        self._check(request)
+        self._active += 1
+        try:
+            await asyncio.sleep(self._script.prefill_delay_s)
+            key = _request_key(request)
+            first = self._step(request, key, 0, self._length(request))
+            if not first.token_ids or first.finish is not None:
+                return Prefilled(first, request.prompt.token_ids, None)
+            return Prefilled(first, request.prompt.token_ids, self._state(request, key))
+        finally:
+            self._active -= 1
+
+    async def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+        if state.meta.get("schema") != STATE_SCHEMA or state.meta.get("engine") != "double":
+            raise EngineFault("the prefill worker's state is not one that this engine understands")
+        self._check(request)
+        self._active += 1
+        try:
+            async for step in self._run(request, int(state.meta["key"]), 1):
+                yield step
+        finally:
+            self._active -= 1
+
+    def image_tokens(self, width: int, height: int) -> int | None:
+        return self._script.image_tokens
+
+    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+        import torch
+
+        if self._script.image_placeholder_id is None:
+            raise ClientFault("this model takes no images")
+        await asyncio.sleep(self._script.encode_delay_s)
+        self._encoded += len(images)
+        ids = (self._script.image_placeholder_id,) * self._script.image_tokens
+        return [
+            EncodedImage(i.digest, {"features": torch.full((len(ids), _HIDDEN), float(zlib.crc32(i.digest.encode()) % 97))}, ids)
+            for i in images
+        ]
+
+    def adopt_embeddings(self, digest: str, tensors: Mapping[str, Any], extras: Mapping[str, Any]) -> EncodedImage:
+        features = tensors["features"]
+        features = features[0] if features.dim() == 3 and features.shape[0] == 1 else features
+        if features.dim() != 2 or features.shape[1] != _HIDDEN:
+            raise ClientFault(f"embeddings must be [tokens, {_HIDDEN}] for this model, not {list(features.shape)}")
+        ids = (self._script.image_placeholder_id or 0,) * int(features.shape[0])
+        return EncodedImage(digest, {"features": features}, ids, extras)
+
+    async def check_health(self) -> None:
+        if self._dead:
+            raise EngineDead("the engine died")
+
+    def stats(self) -> Mapping[str, float]:
+        return {
+            "active_requests": self._active,
+            "generated_tokens_total": self._generated,
+            "encoded_images_total": self._encoded,
+        }
+
+    async def close(self) -> None:
+        self._dead = True
+
+    def _check(self, request: EngineRequest) -> None:
+        if self._dead:
+            raise EngineDead("the engine died")
+        count, limit = len(request.prompt.token_ids), self._script.reject_prompt_over
+        if limit is not None and count > limit:
+            raise ClientFault(f"the prompt has {count} tokens, the engine takes {limit}")
+        if count >= self._script.context_length:
+            raise ClientFault(f"the prompt has {count} tokens, the context length is {self._script.context_length}")
+
+    def _length(self, request: EngineRequest) -> int:
+        """Number of output tokens after which the request ends by length."""
+        room = self._script.context_length - len(request.prompt.token_ids)
+        return min(request.sampling.max_tokens or room, room)
+
+    async def _run(self, request: EngineRequest, key: int, start: int) -> AsyncGenerator[Step, None]:
+        script, length, delay = self._script, self._length(request), self._script.step_delay_s
+        plain = _is_plain(request.sampling) and script.fail_at_token is None and script.die_at_token is None
+        first, span = script.first_token_id, script.token_span
+        for index in range(start, length):
+            await asyncio.sleep(delay)
+            if plain and index < length - 1:  # the benchmark's path: nothing but a token
+                self._generated += 1
+                yield Step((first + (key + index * 7) % span,))
+                continue
+            step = self._step(request, key, index, length)
+            yield step
+            if step.finish is not None:
+                return
+
+    def _step(self, request: EngineRequest, key: int, index: int, length: int) -> Step:
+        script, sampling, prompt_tokens = self._script, request.sampling, len(request.prompt.token_ids)
+        if index == script.die_at_token:
+            self._dead = True
+        if self._dead:
+            raise EngineDead("the engine died")
+        if index == script.fail_at_token:
+            raise EngineFault("the engine failed this request")
+        token = script.first_token_id + (key + index * 7) % script.token_span
+        reason = self._end_without_token(sampling, key, index, token)
+        if reason is not None:
+            return Step((), None, reason, token if reason == "stop" else None, Usage(prompt_tokens, index))
+        self._generated += 1
+        finish: FinishReason | None = "length" if index == length - 1 else None
+        usage = Usage(prompt_tokens, index + 1) if finish else None
+        return Step((token,), self._logprobs(sampling, token), finish, None, usage)
+
+    def _end_without_token(self, sampling: Sampling, key: int, index: int, token: int) -> FinishReason | None:
+        if index < sampling.min_tokens:
+            return None
+        if token in sampling.stop_token_ids:
+            return "stop"
+        if not sampling.ignore_eos and index >= self._script.answer_tokens + key % 9:
+            return "eos"
+        return None
+
+    def _logprobs(self, sampling: Sampling, token: int) -> tuple[StepLogprobs, ...] | None:
+        if sampling.logprobs is None:
+            return None
+        span, first = self._script.token_span, self._script.first_token_id
+        top = tuple(
+            TokenLogprob(first + (token - first + k) % span, math.log(0.5) - k, k + 1) for k in range(min(sampling.logprobs, span))
+        )
+        return (StepLogprobs(TokenLogprob(token, math.log(0.5), 1), top),)
+
+    def _state(self, request: EngineRequest, key: int) -> EngineState:
+        meta = {"engine": "double", "schema": STATE_SCHEMA, "key": key}
+        size = self._script.kv_bytes_per_token * len(request.prompt.token_ids)
+        if not size:
+            return EngineState(meta)
+        import torch
+
+        return EngineState(meta, {"kv": torch.full((size,), key % 251, dtype=torch.uint8)})
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    return sampling.ignore_eos and sampling.logprobs is None and not sampling.stop_token_ids
+
+
+def _request_key(request: EngineRequest) -> int:
+    """A number that stands for everything that the answer depends on."""
+    key = zlib.crc32(b"".join(i.to_bytes(4, "little", signed=True) for i in request.prompt.token_ids))
+    for media in request.prompt.media:
+        key = zlib.crc32(media.item.digest.encode(), key)
+    if request.sampling.seed is not None and request.sampling.temperature:
+        key = zlib.crc32(str(request.sampling.seed).encode(), key)
+    return key
+
+
+def _limits(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments that the double honours, under its own names."""
+    names = {"max_seq_len": "context_length", "max_batch_size": "max_num_seqs"}
+    return {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
+

@@ -1,0 +1,21 @@
+"""Chooses the engine adapter; imports only the chosen one."""
+
+from __future__ import annotations
+
+from dynamo.trtllm.config import EngineConfig, EngineKind
+from dynamo.trtllm.engines.port import Engine
+
+
+def create_engine(config: EngineConfig) -> Engine:
+    """The adapter that `config.kind` names, not started. Raises `StartupError` when its library is missing."""
+    if config.kind is EngineKind.DOUBLE:
+        from dynamo.trtllm.engines.double import DoubleEngine
+
+        return DoubleEngine(config)
+    if config.kind is EngineKind.TRANSFORMERS:
+        from dynamo.trtllm.engines.transformers.engine import TransformersEngine
+
+        return TransformersEngine(config)
+    from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
+
+    return TensorRTLLMEngine(config)

@@ -1,0 +1,67 @@
+"""Worker initialisation: parse, build, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.utils.trtllm_utils import parse_args
+
+if TYPE_CHECKING:
+    from dynamo.trtllm.config import WorkerConfig
+
+EXIT_BAD_START = 2
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run the worker that `sys.argv` and the environment describe; returns when it has ended, exits non-zero when it failed."""
+    try:
+        code = _run(parse_args())
+    except StartupError as error:
+        print(f"dynamo.trtllm: {error.message}", file=sys.stderr)
+        code = EXIT_BAD_START
+    if code:
+        sys.exit(code)
+
+
+def _run(config: WorkerConfig) -> int:
+    import uvloop
+    from dynamo.runtime.logging import configure_dynamo_logging
+
+    configure_dynamo_logging()
+    uvloop.install()
+    return asyncio.run(serve(config))
+
+
+async def serve(config: WorkerConfig) -> int:
+    """Build the worker's parts in order, serve, and take them down in reverse. Returns the exit code."""
+    from dynamo.trtllm.egress import Egress
+    from dynamo.trtllm.engines.factory import create_engine
+    from dynamo.trtllm.metrics import WorkerMetrics
+    from dynamo.trtllm.model_files import resolve_model
+    from dynamo.trtllm.request_handlers.handlers import create_handler
+    from dynamo.trtllm.runtime import Service, connect
+
+    config = replace(config, engine=replace(config.engine, model_path=await resolve_model(config.model.path)))
+    async with AsyncExitStack() as stack:
+        engine = create_engine(config.engine)
+        stack.push_async_callback(engine.close)
+        info = await engine.start()
+        runtime = connect(config.runtime)
+        stack.callback(runtime.shutdown)
+        handler = create_handler(config, engine, info)
+        stack.push_async_callback(handler.close)
+        service = Service(runtime, config, engine, info)
+        egress = Egress(handler, push=config.runtime.push_egress, on_dead=service.engine_died)
+        stack.callback(egress.close)
+        metrics = WorkerMetrics(egress)
+        metrics.add_source("engine", engine.stats)
+        metrics.add_source("media", handler.stats)
+        return await service.run(egress, metrics, handler.drained)

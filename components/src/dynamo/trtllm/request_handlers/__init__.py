@@ -1,0 +1,1 @@
+"""One handler for each role, composed of shared steps."""

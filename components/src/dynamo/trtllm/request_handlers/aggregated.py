@@ -1,0 +1,31 @@
+"""The aggregated role: one worker fetches, encodes, and answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from dynamo.trtllm.egress import Chunk, Context
+from dynamo.trtllm.engines.port import Engine, EngineInfo
+from dynamo.trtllm.multimodal_processor import MultimodalProcessor
+from dynamo.trtllm.request import parse_request
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, to_chunk
+
+
+class AggregatedHandler(HandlerBase):
+    """Context and generation in one engine."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor) -> None:
+        super().__init__(engine, info)
+        self._processor = processor
+
+    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+        request = parse_request(raw)
+        prompt = await self._processor.prepare(request)
+        async with aclosing(self._engine.generate(engine_request(request, prompt, context.id()))) as steps:
+            async for step in steps:
+                yield to_chunk(step)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._processor.stats()

@@ -1,0 +1,203 @@
+"""The worker's life in Dynamo: registration, serving, health, metrics and shutdown, through the low-level runtime.
+
+It knows nothing of requests or media: `egress` drives the handler, the engine is asked only whether it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from dynamo.common.token_budget import TokenBudget, publish_token_budget
+from dynamo.common.utils.endpoint_types import parse_endpoint_types
+from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds, graceful_shutdown_with_discovery
+from dynamo.common.utils.runtime import create_runtime
+from dynamo.health_check import HEALTH_CHECK_KEY, load_health_check_from_env
+from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
+from dynamo.runtime import DistributedRuntime, Endpoint
+
+from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
+from dynamo.trtllm.egress import Egress
+from dynamo.trtllm.engines.port import Engine, EngineInfo
+from dynamo.trtllm.errors import EngineDead, WorkerError
+from dynamo.trtllm.metrics import WorkerMetrics
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_DEAD = 1
+EXIT_SECOND_SIGNAL = 70
+_HEALTH_INTERVAL_S = 5.0
+
+_WORKER_TYPES = {
+    Role.AGGREGATED: WorkerType.Aggregated,
+    Role.PREFILL: WorkerType.Prefill,
+    Role.DECODE: WorkerType.Decode,
+    Role.ENCODE: WorkerType.Encode,
+}
+
+
+def connect(config: RuntimeConfig) -> DistributedRuntime:
+    """Join Dynamo. Must run on the event loop that will serve."""
+    runtime, _ = create_runtime(
+        config.discovery_backend, config.request_plane, event_plane=config.event_plane, response_plane=config.response_plane
+    )
+    return runtime
+
+
+class Service:
+    """One registered endpoint, from registration to exit.
+
+    `Drain` callbacks run after the worker left discovery and requests have ended; `close` belongs to the caller.
+    """
+
+    def __init__(self, runtime: DistributedRuntime, config: WorkerConfig, engine: Engine, info: EngineInfo) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._engine = engine
+        self._info = info
+        self._endpoint: Endpoint = runtime.endpoint(config.runtime.endpoint)
+        self._shutdown: asyncio.Task[None] | None = None
+        self._exit_code = 0
+
+    @property
+    def instance_id(self) -> int:
+        """This worker's id in discovery."""
+        return int(self._endpoint.connection_id())
+
+    async def run(self, egress: Egress, metrics: WorkerMetrics, drained: Callable[[], Any]) -> int:
+        """Register, serve until a signal or the engine's death, and return the exit code."""
+        self._egress, self._drained = egress, drained
+        self._install_signals()
+        metrics.expose(self._endpoint, self._config)
+        health = asyncio.create_task(self._watch_engine(), name="engine-health")
+        try:
+            await self._register()
+            logger.info("serving %s as %s at %s", self._config.model.name, self._config.role.value, self._config.runtime.endpoint)
+            await self._endpoint.serve_endpoint(
+                egress.endpoint_handler(),
+                graceful_shutdown=True,
+                metrics_labels=[("model", self._config.model.name)],
+                health_check_payload=health_check_payload(self._config.role),
+            )
+            if self._shutdown is not None:
+                await self._shutdown
+        finally:
+            health.cancel()
+        return self._exit_code
+
+    def engine_died(self, error: EngineDead) -> None:
+        """The one place that decides that the process ends because of its engine."""
+        if self._shutdown is None:
+            logger.critical("the engine is dead, leaving: %s", error)
+            self._exit_code = EXIT_ENGINE_DEAD
+            self._begin_shutdown(grace_s=0.0)
+
+    async def _register(self) -> None:
+        config, model = self._config, self._config.model
+        await register_model(
+            ModelInput.Tokens,
+            model_type(config.role, config.runtime),
+            self._endpoint,
+            config.engine.model_path,
+            model.name,
+            worker_type=_WORKER_TYPES[config.role],
+            needs=needs(config.role, config.peers),
+            kv_cache_block_size=self._info.kv_block_size,
+            runtime_config=runtime_config(self._info, config.runtime, model, config.role),
+            custom_template_path=model.custom_jinja_template,
+            model_aliases=list(model.served_names[1:]) or None,
+            ignore_weights=True,
+        )
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+            try:
+                await self._engine.check_health()
+            except EngineDead as error:
+                self.engine_died(error)
+                return
+            except WorkerError as error:
+                logger.warning("health check: %s", error)
+
+    def _install_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._shutdown is not None:
+            logger.warning("second signal, exiting at once")
+            logging.shutdown()
+            os._exit(EXIT_SECOND_SIGNAL)
+        self._begin_shutdown(grace_s=get_grace_period_seconds())
+
+    def _begin_shutdown(self, grace_s: float) -> None:
+        self._shutdown = asyncio.create_task(
+            graceful_shutdown_with_discovery(self._runtime, [self._endpoint], grace_period_s=grace_s, drain_callback=self._drain),
+            name="shutdown",
+        )
+
+    async def _drain(self) -> None:
+        await self._egress.drained()
+        await self._drained()
+        self._egress.accepting = False
+
+
+def model_type(role: Role, config: RuntimeConfig) -> ModelType:
+    """What the frontend may send here: OpenAI endpoints to aggregated and decode, prefill by its own marker, nothing to encode."""
+    if role is Role.PREFILL:
+        return ModelType.Prefill
+    if role is Role.ENCODE:
+        return ModelType.Empty
+    return parse_endpoint_types(",".join(config.endpoint_types))
+
+
+def needs(role: Role, peers: PeerConfig) -> list[list[WorkerType]]:
+    """The peers without which the model is not ready: a list of alternatives, each a list of worker types that must all live."""
+    encode = [WorkerType.Encode] if peers.encode_endpoint and not peers.encode_fallback else []
+    return {
+        Role.AGGREGATED: [encode] if encode else [],
+        Role.PREFILL: [[WorkerType.Decode, *encode]],
+        Role.DECODE: [[WorkerType.Prefill]],
+        Role.ENCODE: [[WorkerType.Prefill, WorkerType.Decode], [WorkerType.Aggregated]],
+    }[role]
+
+
+def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig, role: Role) -> ModelRuntimeConfig:
+    """The model card's facts that routers and the frontend use."""
+    card = ModelRuntimeConfig()
+    card.context_length = info.context_length
+    card.total_kv_blocks = info.total_kv_blocks
+    card.max_num_seqs = info.max_num_seqs
+    card.max_num_batched_tokens = info.max_num_batched_tokens
+    card.tool_call_parser = model.tool_call_parser
+    card.reasoning_parser = model.reasoning_parser
+    card.exclude_tools_when_tool_choice_none = runtime.exclude_tools_when_tool_choice_none
+    card.enable_local_indexer = runtime.enable_local_indexer and role is not Role.DECODE
+    card.data_parallel_size = info.data_parallel_size
+    if runtime.structural_tag is not None:
+        card.set_structural_tag(dict(runtime.structural_tag))
+    if runtime.default_thinking_mode:
+        card.set_engine_specific("default_thinking_mode", f'"{runtime.default_thinking_mode}"')
+    # The frontend counts the unexpanded prompt, so what it rejects is too long in any case; the total is ours to check.
+    publish_token_budget(card, TokenBudget(info.context_length, reject_prompt_overflow=True, reject_total_overflow=False))
+    return card
+
+
+def health_check_payload(role: Role) -> dict[str, Any]:
+    """The canary's request; `DYN_HEALTH_CHECK_PAYLOAD` replaces it."""
+    payload: dict[str, Any] = {
+        HEALTH_CHECK_KEY: True,
+        "token_ids": [1],
+        "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
+        "sampling_options": {"temperature": 0.0},
+        "routing": {"cache_salt": "dynamo-health-check"},
+    }
+    if role is Role.ENCODE:
+        payload["items"] = []
+    return load_health_check_from_env() or payload
