@@ -39,6 +39,26 @@ class EngineKind(str, Enum):
     DOUBLE = "double"
 
 
+DEFAULT_ENGINE_ARGS: Mapping[str, Any] = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "kv_cache_config": {"tokens_per_block": 32, "free_gpu_memory_fraction": 0.9},
+}
+"""Engine arguments that hold when nothing else is said. What is not named here is the engine's own default."""
+
+_COMPONENTS = {
+    Role.AGGREGATED: "tensorrt_llm",
+    Role.DECODE: "tensorrt_llm",
+    Role.PREFILL: "prefill",
+    Role.ENCODE: "tensorrt_llm_encode",
+}
+
+
+def default_endpoint(role: Role, namespace: str) -> str:
+    """Where a worker of `role` serves when `--endpoint` does not say otherwise."""
+    return f"dyn://{namespace}.{_COMPONENTS[role]}.generate"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
     """How the worker meets Dynamo: names, discovery and planes. Dynamo's own flags, environment names and defaults."""
@@ -56,6 +76,10 @@ class RuntimeConfig:
     exclude_tools_when_tool_choice_none: bool = True
     default_thinking_mode: str | None = None
     structural_tag: Mapping[str, Any] | None = None
+    kv_state_endpoint: str | None = None
+    """Endpoint that owns this worker's KV events; None: the serving endpoint."""
+    health_check_payload: Mapping[str, Any] | None = None
+    """Replaces the role's own payload for the health canary."""
     dump_config_to: str | None = None
 
 
@@ -116,9 +140,15 @@ class EngineConfig:
     """None chooses: 1 on CPU for models under 200 million parameters, else the cores of the machine."""
     args: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
-    publish_events_and_metrics: bool = False
+    publish_kv_events: bool = False
+    publish_metrics: bool = False
     double_script: Mapping[str, Any] = field(default_factory=dict)
     """Delays and failures that the double plays, from `--override-engine-args '{"double": {...}}'`."""
+
+    @property
+    def publish_events_and_metrics(self) -> bool:
+        """Whether anything at all is published (`--publish-events-and-metrics` is both)."""
+        return self.publish_kv_events or self.publish_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +182,24 @@ class WorkerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     peers: PeerConfig = field(default_factory=PeerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """What `--check` looks at beside the configuration itself."""
+
+    against: Path | None = None
+    """Engine configuration of the other side of a prefill and decode pair."""
+    engine_report: bool = False
+    live: bool = False
+    gpu_memory_gb: float | None = None
+    """Memory of one GPU for the estimate; None: ask the driver, else state an assumption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """One command line: the worker to run, or to check without running it. `notes` are for the log, one line each."""
+
+    config: WorkerConfig
+    check: CheckOptions | None = None
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""Command line and configuration layers of the worker."""
