@@ -1,7 +1,7 @@
 """The worker's configuration: frozen layers, one for each part, and the rules that hold between them.
 
-Every default is written here once. `utils/trtllm_utils.py` fills the layers from command line, environment and files; nothing else
-reads the environment. Each part of the worker is handed its own layer, never the whole.
+Every default is written here once. `utils/trtllm_utils.py` fills the layers from command line, environment and files; nothing
+else reads the environment. Each part of the worker is handed its own layer, never the whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The worker's own flags, as one table: spelling, environment names, kind of value, where it lands, and who has a use for it.
 
-Only data and value conversion: it reads neither command line nor environment, and knows no rule between two flags. Dynamo's runtime
-flags are not here; they come from Dynamo itself.
+Only data and value conversion: it reads neither command line nor environment, and knows no rule between two flags. Dynamo's
+runtime flags are not here; they come from Dynamo itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -102,16 +102,21 @@ def _choice(*words: str) -> Kind:
             raise ValueError
         return text
 
-    return Kind(" or ".join([", ".join(words[:-1]), words[-1]]), convert, metavar="{" + ",".join(words) + "}")
+    return Kind(_one_of(words), convert, metavar="{" + ",".join(words) + "}")
 
 
-def _member(members: type[Enum], aliases: dict[str, str] | None = None) -> Kind:
+def _member(members: type[Enum], aliases: Mapping[str, str] | None = None) -> Kind:
     spelled = aliases or {}
     words = [str(member.value) for member in members] + list(spelled)
-    convert: Callable[[str], Any] = lambda text: members(spelled.get(text, text))  # noqa: E731
-    return Kind(
-        " or ".join([", ".join(words[:-1]), words[-1]]), convert, metavar="{" + ",".join(words) + "}", show=lambda member: str(member.value)
-    )
+
+    def convert(text: str) -> Enum:
+        return members(spelled.get(text, text))
+
+    return Kind(_one_of(words), convert, metavar="{" + ",".join(words) + "}", show=lambda member: str(member.value))
+
+
+def _one_of(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 TEXT = Kind("a text", str)
@@ -241,10 +246,18 @@ _ENGINE = (
         help="CPU threads of the portable engine.",
     ),
     Flag(
-        name="--dtype", kind=_choice("auto", "float16", "bfloat16", "float32"), engine_arg="dtype", help="Type of weights and activations."
+        name="--dtype",
+        kind=_choice("auto", "float16", "bfloat16", "float32"),
+        engine_arg="dtype",
+        help="Type of weights and activations.",
     ),
     Flag(name="--tensor-parallel-size", kind=COUNT, engine_arg="tensor_parallel_size", help="GPUs that share each layer."),
-    Flag(name="--pipeline-parallel-size", kind=COUNT, engine_arg="pipeline_parallel_size", help="GPUs that share the stack of layers."),
+    Flag(
+        name="--pipeline-parallel-size",
+        kind=COUNT,
+        engine_arg="pipeline_parallel_size",
+        help="GPUs that share the stack of layers.",
+    ),
     Flag(name="--expert-parallel-size", kind=COUNT, engine_arg="moe_expert_parallel_size", help="GPUs that share the experts."),
     Flag(
         name="--enable-attention-dp",
@@ -253,7 +266,9 @@ _ENGINE = (
         roles=_WITH_KV_CACHE,
         help="Attention by data parallelism instead of tensor parallelism.",
     ),
-    Flag(name="--gpus-per-node", kind=COUNT, engine_arg="gpus_per_node", help="GPUs of one node, when more nodes make one worker."),
+    Flag(
+        name="--gpus-per-node", kind=COUNT, engine_arg="gpus_per_node", help="GPUs of one node, when more nodes make one worker."
+    ),
     Flag(
         name="--kv-block-size",
         kind=COUNT,
@@ -277,7 +292,9 @@ _ENGINE = (
         roles=_WITH_KV_CACHE,
         help="Most tokens of prompt and output together.",
     ),
-    Flag(name="--max-beam-width", kind=COUNT, engine_arg="max_beam_width", roles=_WITH_KV_CACHE, help="Most beams of one request."),
+    Flag(
+        name="--max-beam-width", kind=COUNT, engine_arg="max_beam_width", roles=_WITH_KV_CACHE, help="Most beams of one request."
+    ),
     Flag(
         name="--guided-decoding-backend",
         kind=_choice("xgrammar", "llguidance"),
@@ -285,7 +302,12 @@ _ENGINE = (
         roles=_WITH_KV_CACHE,
         help="Library that holds the output to a grammar.",
     ),
-    Flag(name="--load-format", kind=_choice("auto", "dummy", "vision_only"), engine_arg="load_format", help="How weights are loaded."),
+    Flag(
+        name="--load-format",
+        kind=_choice("auto", "dummy", "vision_only"),
+        engine_arg="load_format",
+        help="How weights are loaded.",
+    ),
     Flag(
         name="--trust-remote-code",
         kind=SWITCH,
@@ -398,7 +420,12 @@ _CHECK = (
         in_environment=False,
         help="Check the configuration without loading weights, print the plan and every fault, and end.",
     ),
-    Flag(name="--against", kind=FILE, in_environment=False, help="With --check: engine configuration of the other side to compare with."),
+    Flag(
+        name="--against",
+        kind=FILE,
+        in_environment=False,
+        help="With --check: engine configuration of the other side to compare with.",
+    ),
     Flag(
         name="--engine-report",
         kind=SWITCH,
@@ -418,7 +445,9 @@ _OLD = (
     Flag(name="--enable-local-indexer", kind=TRUTH, lands="runtime.enable_local_indexer", help="Keep KV events in the worker."),
     Flag(name="--store-kv", kind=_choice("etcd", "file", "mem"), in_environment=False, help="The same as --discovery-backend."),
     Flag(name="--use-nixl-connect", kind=SWITCH, in_environment=False, help="Does nothing any more."),
-    Flag(name="--migration-limit", kind=TEXT, in_environment=False, help="Does nothing any more: it is a flag of the frontend now."),
+    Flag(
+        name="--migration-limit", kind=TEXT, in_environment=False, help="Does nothing any more: it is a flag of the frontend now."
+    ),
 )
 
 GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
@@ -431,6 +460,9 @@ GROUPS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ("Older flags", _OLD),
 )
 FLAGS: dict[str, Flag] = {flag.name: flag for _, flags in GROUPS for flag in flags}
+
+OTHER_VARIABLES = frozenset({"DYN_TRTLLM_PULL_EGRESS"})
+"""Variables with our prefix that are no flag's."""
 
 NO_OPS = {
     "--use-nixl-connect": "it does nothing: transfers always go through NIXL",

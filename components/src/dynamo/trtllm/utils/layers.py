@@ -101,7 +101,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)  # noqa: S506
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except FileNotFoundError:
         raise StartupError(f"the engine configuration {path} does not exist: give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -27,7 +27,7 @@ from dynamo.trtllm.config import (
     WorkerConfig,
 )
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.flags import FLAGS, GROUPS, SWITCH, UNSUPPORTED, Flag
+from dynamo.trtllm.utils.flags import ENVIRONMENT_PREFIX, FLAGS, GROUPS, OTHER_VARIABLES, SWITCH, UNSUPPORTED, Flag
 from dynamo.trtllm.utils.layers import find_value
 
 LAYERS: Mapping[str, type[Any]] = {
@@ -112,12 +112,14 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="python -m dynamo.trtllm",
         usage="%(prog)s [--FLAG VALUE]...",
-        description="Dynamo worker for TensorRT-LLM: aggregated, prefill, decode or encode. --override-engine-args beats the command "
-        "line, which beats the environment, which beats the file of --extra-engine-args, which beats the defaults.",
+        description="Dynamo worker for TensorRT-LLM: aggregated, prefill, decode or encode. --override-engine-args beats the "
+        "command line, which beats the environment, which beats the file of --extra-engine-args, which beats the defaults.",
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="Print the version and where the package was loaded from, and end.")
+    parser.add_argument(
+        "--version", action="store_true", help="Print the version and where the package was loaded from, and end."
+    )
     for title, flags in GROUPS:
         group = parser.add_argument_group(title)
         for flag in flags:
@@ -156,7 +158,8 @@ def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
     if reason is not None:
         raise StartupError(f"{flag} is a flag of Dynamo's own component that this worker does not have: {reason}")
     near = difflib.get_close_matches(flag, known, n=1)
-    raise StartupError(f"{flag} is not a flag of this worker: " + (f"did you mean {near[0]}?" if near else "--help lists every flag"))
+    advice = f"did you mean {near[0]}?" if near else "--help lists every flag"
+    raise StartupError(f"{flag} is not a flag of this worker: {advice}")
 
 
 def read_command_line(given: Sequence[Said]) -> dict[str, Said]:
@@ -185,6 +188,12 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Said]:
                 said[flag.name] = Said(flag, environment[name], name, level)
                 break
     return said
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Variables with our prefix that no flag reads, most likely misspelled."""
+    known = OTHER_VARIABLES.union(*(flag.variables for flag in FLAGS.values()))
+    return sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
 
 
 def convert(said: Said) -> Setting:

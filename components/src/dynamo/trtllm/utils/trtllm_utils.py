@@ -1,7 +1,7 @@
 """Command line of the worker: flags, environment, files and defaults in, one frozen `Invocation` out.
 
-The only module that reads the environment. Order, the strongest first: `--override-engine-args` (or `--trtllm.GROUP.KEY`), command
-line, environment, the YAML file of `--extra-engine-args`, default. Imports no engine, no torch and no NIXL.
+The only module that reads the environment. Order, the strongest first: `--override-engine-args` (or `--trtllm.GROUP.KEY`),
+command line, environment, the YAML file of `--extra-engine-args`, default. Imports no engine, no torch and no NIXL.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from dynamo.trtllm.utils.settings import (
     read_environment,
     refuse_unknown,
     stronger,
+    unknown_variables,
 )
 
 Settings = Mapping[str, Setting]
@@ -185,7 +186,7 @@ def _check_peers(role: Role, modality: Modality, settings: Settings, peers: dict
     if encoder is None:
         peers.clear()
         for name in ("--encode-fallback", "--peer-timeout"):
-            if name in settings and settings[name].level is Level.COMMAND_LINE:
+            if name in settings and settings[name].value and settings[name].level is Level.COMMAND_LINE:
                 raise StartupError(f"{settings[name].name} is of no use without --encode-endpoint: add that, or remove it")
     if role is Role.AGGREGATED and encoder is None:
         for name in ("--transfer-pool-mb", "--transfer-ttl"):
@@ -217,7 +218,7 @@ def _media(settings: Settings, runtime: Any) -> dict[str, Any]:
     cache_gb = runtime.multimodal_embedding_cache_capacity_gb
     if cache_gb:
         if "--media-cache-mb" in settings:
-            raise StartupError("--multimodal-embedding-cache-capacity-gb and --media-cache-mb set the same cache: keep one of them")
+            raise StartupError("--multimodal-embedding-cache-capacity-gb and --media-cache-mb are the same: keep one of them")
         fields["cache_bytes"] = int(cache_gb * 1024 * MEBIBYTE)
     return fields
 
@@ -235,7 +236,9 @@ def _engine_args(settings: Settings, dotted: Sequence[Layer]) -> tuple[dict[str,
                 layers.append(Layer(setting.name, nested(argument, setting.value)))
     override = settings.get("--override-engine-args")
     if override is not None and dotted:
-        raise StartupError(f"{override.name} and {dotted[0].origin} cannot be used together: write all overrides in one of the two ways")
+        raise StartupError(
+            f"{override.name} and {dotted[0].origin} exclude each other: write all overrides in one of the two ways"
+        )
     if override is not None:
         layers.append(Layer("override", override.value))
     return merge_layers([*layers, *dotted])
@@ -271,6 +274,7 @@ def _runtime(role: Role, runtime: Any, fields: Mapping[str, Any]) -> RuntimeConf
         raise StartupError(f"--endpoint must be {ENDPOINT.wanted}, not {endpoint!r}") from None
     if runtime.engine_request_limit is not None:
         os.environ["DYN_ENGINE_REQUEST_LIMIT"] = str(runtime.engine_request_limit)
+    indexer = fields.get("enable_local_indexer", _truth_of("DYN_LOCAL_INDEXER", RuntimeConfig.enable_local_indexer))
     return RuntimeConfig(
         namespace=endpoint.removeprefix("dyn://").partition(".")[0],
         endpoint=endpoint,
@@ -280,7 +284,7 @@ def _runtime(role: Role, runtime: Any, fields: Mapping[str, Any]) -> RuntimeConf
         event_plane=runtime.event_plane,
         endpoint_types=_endpoint_types(runtime.endpoint_types),
         push_egress=not _truth_of("DYN_TRTLLM_PULL_EGRESS"),
-        enable_local_indexer=fields.get("enable_local_indexer", _truth_of("DYN_LOCAL_INDEXER", RuntimeConfig.enable_local_indexer)),
+        enable_local_indexer=indexer,
         exclude_tools_when_tool_choice_none=runtime.exclude_tools_when_tool_choice_none,
         default_thinking_mode=runtime.dyn_default_thinking_mode,
         structural_tag=runtime.structural_tag,
@@ -338,6 +342,7 @@ def _check_options(role: Role, settings: Settings) -> CheckOptions | None:
     report, live, check = (name in settings and settings[name].value for name in ("--engine-report", "--live", "--check"))
     if not check:
         stray = [name for name in ("--against", "--engine-report", "--live", "--gpu-memory-gb") if name in settings]
+        stray = [name for name in stray if settings[name].value]
         if stray:
             raise StartupError(f"{stray[0]} is of no use without --check: add that, or remove it")
         return None
@@ -353,9 +358,13 @@ def _check_options(role: Role, settings: Settings) -> CheckOptions | None:
 
 def _notes(config: WorkerConfig, settings: Settings) -> list[str]:
     """Things that are allowed but probably not meant."""
-    notes = []
+    notes = [f"{name} is not a variable of this worker, so it is ignored" for name in unknown_variables(os.environ)]
+    encoder = settings.get("--encode-endpoint")
+    if encoder is not None and encoder.level is Level.VARIABLE and config.peers.encode_endpoint is None:
+        notes.append(f"a text worker has no use for {encoder.name}, so it is ignored")
     if config.model.modality is Modality.TEXT:
-        unused = [s.name for name, s in settings.items() if (FLAGS[name].lands or "").startswith("media.") and s.level > Level.PLAIN]
+        media = [setting for name, setting in settings.items() if (FLAGS[name].lands or "").startswith("media.")]
+        unused = [setting.name for setting in media if setting.level > Level.PLAIN]
         if unused:
             notes.append(f"{', '.join(unused)} has no effect on a text worker: --modality multimodal would serve media")
     if "--publish-events-and-metrics" in settings:
