@@ -1,0 +1,66 @@
+"""Which addresses a client's URL may lead to: Dynamo's list, and what passes it although it reaches the same places.
+
+Dynamo's list (`is_blocked_ip`) holds private, loopback, link-local and reserved ranges. IPv6 forms that carry an
+IPv4 address inside (NAT64, 6to4) are judged by it; ranges that are not global, Teredo and the like are refused altogether.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import DefaultResolver
+from dynamo.common.http.url_validator import is_blocked_ip
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_REFUSED_NETWORKS = tuple(map(ipaddress.IPv6Network, ("64:ff9b:1::/48", "2001::/32", "fec0::/10", "::/96")))
+
+
+class BlockedAddress(OSError):
+    """A name led to an address that clients may not reach."""
+
+
+def is_blocked(text: str) -> bool:
+    """True when `text` is an IP address, IPv6 zone allowed, that a client's URL may not lead to."""
+    try:
+        address = ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    if is_blocked_ip(str(address)) or not address.is_global:
+        return True
+    if isinstance(address, IPv4Address):
+        return False
+    inner = _embedded_ipv4(address)
+    return any(address in network for network in _REFUSED_NETWORKS) or (inner is not None and is_blocked(str(inner)))
+
+
+def _embedded_ipv4(address: IPv6Address) -> IPv4Address | None:
+    """The IPv4 address inside a NAT64 (RFC 6052) or 6to4 (RFC 3056) address."""
+    if address in _NAT64:
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.sixtofour
+
+
+class CheckedResolver(AbstractResolver):
+    """Resolves names for the connections themselves, so an answer that changes after an earlier check gains nothing.
+
+    One blocked address among the answers refuses the name (Dynamo's own resolver would go on with the others).
+    """
+
+    def __init__(self, *, allow_internal: bool) -> None:
+        self._inner = DefaultResolver()
+        self._allow_internal = allow_internal
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Addresses of `host`. Raises `BlockedAddress`, or `OSError` when there are none."""
+        answers = await self._inner.resolve(host, port, family)
+        if not self._allow_internal and any(is_blocked(answer["host"]) for answer in answers):
+            raise BlockedAddress("a blocked address is among the answers")
+        return answers
+
+    async def close(self) -> None:
+        await self._inner.close()

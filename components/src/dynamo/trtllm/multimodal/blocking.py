@@ -1,0 +1,26 @@
+"""The one way to run blocking work beside the event loop: a small pool of threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_THREADS = 4
+"""Bounds the memory of images that are decoded at once, too: each may take several times `max_image_pixels` bytes."""
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="media")
+
+
+async def run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` in the media pool. A caller that is cancelled leaves at once; a call that has begun ends by itself."""
+    return await asyncio.get_running_loop().run_in_executor(_pool(), partial(function, *args, **kwargs))

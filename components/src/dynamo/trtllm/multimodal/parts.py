@@ -1,0 +1,192 @@
+"""What a media part of a request refers to, decided from its text alone; nothing here touches a disk or a network.
+
+Steps of this package raise `ClientFault` without saying which part is meant; `at_part` adds the position, in one place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal, TypeAlias
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from dynamo.trtllm.config import MediaConfig, Modality
+from dynamo.trtllm.errors import ClientFault, PartFault
+
+EMBEDDING_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
+MAX_URL_CHARACTERS = 8192
+"""Longest http, https or file URL; data URLs are bounded by `MediaConfig.max_file_bytes`."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_CONTROL = re.compile(r"[\x00-\x20\x7f]")
+_DESCRIBED_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class MediaPart:
+    """One media part of a request; `position` counts all media parts from 1, in the order in which they were sent."""
+
+    position: int
+    kind: Literal["image", "video", "audio"]
+    url: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class HttpSource:
+    """An image on a web server."""
+
+    url: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """An image inside its URL; `payload` is still encoded, as base64 or by percent signs."""
+
+    mime: str
+    payload: str = field(repr=False)
+    base64: bool
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image on this worker's disk; `path` is what the client wrote, percent-decoded and unchecked."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class EmbeddingFile:
+    """Precomputed embeddings on this worker's disk; `path` as in `ImageFile`, `suffix` in lower case with its dot."""
+
+    path: str
+    suffix: str
+
+
+Source: TypeAlias = HttpSource | DataSource | ImageFile | EmbeddingFile
+
+
+@contextmanager
+def at_part(part: MediaPart) -> Iterator[None]:
+    """Turn a `ClientFault` of the block into a `PartFault` that names `part`; one that names a part already passes."""
+    try:
+        yield
+    except PartFault:
+        raise
+    except ClientFault as error:
+        raise PartFault(part.position, error.message, kind=part.kind) from error
+
+
+def classify(part: MediaPart, config: MediaConfig, modality: Modality = Modality.MULTIMODAL) -> Source:
+    """Decide what `part` refers to. Raises `PartFault` for what this worker does not take."""
+    with at_part(part):
+        if modality is Modality.TEXT:
+            raise ClientFault("this worker serves a text model and takes no images")
+        if part.kind != "image":
+            raise ClientFault(f"this worker takes images only, not {part.kind}")
+        return _classify_url(part.url, config)
+
+
+def describe(url: object) -> str:
+    """`url` for a log line: at most about 100 characters, without credentials, query, fragment or payload."""
+    if not isinstance(url, str):
+        return "(not a string)"
+    scheme = _scheme_of(url.strip())
+    if scheme == "data":
+        mime = url.strip()[5:105].partition(",")[0].partition(";")[0]
+        return _shorten(f"data:{mime} ({len(url)} characters)")
+    try:
+        parsed = urlsplit(url.strip()[: 4 * _DESCRIBED_CHARACTERS])
+    except ValueError:
+        return "(not a URL)"
+    host = parsed.netloc.rpartition("@")[2]
+    prefix = f"{scheme}://" if scheme else ""
+    return _shorten(_CONTROL.sub("?", f"{prefix}{host}{parsed.path}"))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _DESCRIBED_CHARACTERS else text[: _DESCRIBED_CHARACTERS - 3] + "..."
+
+
+def _scheme_of(url: str) -> str:
+    found = _SCHEME.match(url[:64])
+    return found.group(1).lower() if found else ""
+
+
+def _classify_url(url: object, config: MediaConfig) -> Source:
+    if not isinstance(url, str):
+        raise ClientFault("its url is missing or not a string")
+    url = url.strip(" \t\r\n")
+    if not url:
+        raise ClientFault("its url is empty")
+    scheme = _scheme_of(url)
+    if scheme == "data":
+        return _classify_data(url, config)
+    if len(url) > MAX_URL_CHARACTERS:
+        raise ClientFault(f"its url is longer than {MAX_URL_CHARACTERS} characters")
+    if scheme in ("http", "https"):
+        return _classify_http(url)
+    if scheme == "file":
+        return _classify_file(_path_of_file_url(url), config)
+    if scheme:
+        raise ClientFault(f"url scheme '{scheme[:16]}' is not supported; use http, https, data or file")
+    return _classify_file(url, config)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parsed = urlsplit(url)
+        _ = parsed.port
+    except ValueError as error:
+        raise ClientFault("its url is not a valid URL") from error
+    return parsed
+
+
+def _classify_http(url: str) -> HttpSource:
+    parsed = _split(url)
+    if not parsed.hostname or _CONTROL.search(parsed.netloc):
+        raise ClientFault("its url is not a valid URL")
+    if _suffix(parsed.path) in EMBEDDING_SUFFIXES:
+        raise ClientFault("embedding files are not fetched over http; they are read from the worker's own disk (file://)")
+    return HttpSource(url)
+
+
+def _classify_data(url: str, config: MediaConfig) -> DataSource:
+    header, comma, payload = url[5:].partition(",")
+    if not comma:
+        raise ClientFault("its data URL has no comma before the data")
+    if len(payload) > 3 * config.max_file_bytes:
+        raise ClientFault(too_large(config))
+    parameters = [piece.strip().lower() for piece in header[:1024].split(";")]
+    mime = parameters[0]
+    if mime and mime != "application/octet-stream" and not mime.startswith("image/"):
+        named = mime if re.fullmatch(r"[a-z0-9.+-]{1,40}/[a-z0-9.+-]{1,40}", mime) else "another type"
+        raise ClientFault(f"its data URL holds {named}, not an image")
+    return DataSource(mime=mime[:100], payload=payload, base64="base64" in parameters[1:])
+
+
+def too_large(config: MediaConfig) -> str:
+    """The message for media over `max_file_bytes`."""
+    return f"larger than this worker's limit of {config.max_file_bytes / (1 << 20):g} MiB"
+
+
+def _path_of_file_url(url: str) -> str:
+    parsed = _split(url)
+    if parsed.netloc.lower() not in ("", "localhost"):
+        raise ClientFault("a file URL must not name a host; write file:///path")
+    return unquote(parsed.path, errors="surrogateescape")
+
+
+def _classify_file(path: str, config: MediaConfig) -> ImageFile | EmbeddingFile:
+    suffix = _suffix(path)
+    if suffix in EMBEDDING_SUFFIXES:
+        return EmbeddingFile(path, suffix)
+    if not config.local_images:
+        raise ClientFault("image files are served only when the worker's allowed local media path is set explicitly")
+    return ImageFile(path)
+
+
+def _suffix(path: str) -> str:
+    return PurePosixPath(unquote(path).rstrip("/")).suffix.lower()

@@ -1,0 +1,125 @@
+"""Deciding what a media part refers to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynamo.trtllm.config import MediaConfig, Modality
+from dynamo.trtllm.errors import PartFault
+from dynamo.trtllm.multimodal.parts import (
+    DataSource,
+    EmbeddingFile,
+    HttpSource,
+    ImageFile,
+    MediaPart,
+    Source,
+    classify,
+    describe,
+)
+
+CONFIG = MediaConfig(allowed_local_path=Path("/tmp"), local_images=True, max_file_bytes=1 << 20)
+
+
+def image(url: object) -> MediaPart:
+    return MediaPart(2, "image", url)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("url", "source"),
+    [
+        ("https://host/a.png", HttpSource("https://host/a.png")),
+        ("HTTP://HOST:8080/a?b=c.pt#d", HttpSource("HTTP://HOST:8080/a?b=c.pt#d")),
+        (" https://host/a.png\n", HttpSource("https://host/a.png")),
+        ("https://host/图片 1.png", HttpSource("https://host/图片 1.png")),
+        ("data:image/png;base64,AAAA", DataSource("image/png", "AAAA", True)),
+        ("DATA:image/PNG;charset=x;BASE64,A\nA", DataSource("image/png", "A\nA", True)),
+        ("data:,%89", DataSource("", "%89", False)),
+        ("data:;base64,AAAA", DataSource("", "AAAA", True)),
+        ("file:///tmp/X.PT", EmbeddingFile("/tmp/X.PT", ".pt")),
+        ("file://localhost/tmp/a%20b.safetensors", EmbeddingFile("/tmp/a b.safetensors", ".safetensors")),
+        ("file:///tmp/x.pth?sig=1#y", EmbeddingFile("/tmp/x.pth", ".pth")),
+        ("/tmp/x.bin", EmbeddingFile("/tmp/x.bin", ".bin")),
+        ("/tmp/image.png.pt", EmbeddingFile("/tmp/image.png.pt", ".pt")),
+        ("relative/x.pt", EmbeddingFile("relative/x.pt", ".pt")),
+        ("file:///tmp/a.pt.png", ImageFile("/tmp/a.pt.png")),
+    ],
+)
+def test_a_url_is_understood_by_its_scheme_and_the_suffix_of_its_path(url: str, source: Source) -> None:
+    assert classify(image(url), CONFIG) == source
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("", "image 2: its url is empty"),
+        ("  \n", "image 2: its url is empty"),
+        (None, "image 2: its url is missing or not a string"),
+        (7, "image 2: its url is missing or not a string"),
+        ({"url": "x"}, "image 2: its url is missing or not a string"),
+        ("https://", "image 2: its url is not a valid URL"),
+        ("https://host:99999/x", "image 2: its url is not a valid URL"),
+        ("https://[::1/x", "image 2: its url is not a valid URL"),
+        ("https://ho st/x", "image 2: its url is not a valid URL"),
+        ("https://host/" + "a" * 8200, "image 2: its url is longer than 8192 characters"),
+        ("s3://bucket/a.png", "image 2: url scheme 's3' is not supported; use http, https, data or file"),
+        ("ftp://host/a.png", "image 2: url scheme 'ftp' is not supported; use http, https, data or file"),
+        ("C:\\x.png", "image 2: url scheme 'c' is not supported; use http, https, data or file"),
+        ("data:image/png;base64", "image 2: its data URL has no comma before the data"),
+        ("data:text/plain;base64,AAAA", "image 2: its data URL holds text/plain, not an image"),
+        ("data:<script>,AAAA", "image 2: its data URL holds another type, not an image"),
+        ("data:image/png;base64," + "A" * (4 << 20), "image 2: larger than this worker's limit of 1 MiB"),
+        ("file://host/tmp/x.pt", "image 2: a file URL must not name a host; write file:///path"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_in_words_that_name_the_part(url: object, words: str) -> None:
+    with pytest.raises(PartFault) as caught:
+        classify(image(url), CONFIG)
+    assert caught.value.message == words
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".PTH", ".bin", ".safetensors", ".p%74", ".pt?sig=1"])
+def test_embedding_files_are_never_fetched_over_http(suffix: str) -> None:
+    with pytest.raises(PartFault, match=r"embedding files are not fetched over http"):
+        classify(image(f"https://host/photo{suffix}"), CONFIG)
+
+
+def test_image_files_need_a_directory_that_was_allowed_explicitly() -> None:
+    with pytest.raises(PartFault, match="only when the worker's allowed local media path is set explicitly"):
+        classify(image("file:///tmp/a.png"), MediaConfig())
+    assert classify(image("file:///tmp/a.pt"), MediaConfig()) == EmbeddingFile("/tmp/a.pt", ".pt")
+
+
+def test_video_and_audio_are_refused_by_name() -> None:
+    with pytest.raises(PartFault) as caught:
+        classify(MediaPart(1, "video", "https://host/a.mp4"), CONFIG)
+    assert caught.value.message == "video 1: this worker takes images only, not video"
+    assert caught.value.position == 1
+
+
+def test_a_text_worker_says_that_it_takes_no_images() -> None:
+    with pytest.raises(PartFault, match="image 2: this worker serves a text model and takes no images"):
+        classify(image("https://host/a.png"), CONFIG, Modality.TEXT)
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("https://user:secret@host:81/a.png?token=1#x", "https://host:81/a.png"),
+        ("data:image/png;base64," + "A" * 1000, "data:image/png (1022 characters)"),
+        ("/tmp/x.pt", "/tmp/x.pt"),
+        (None, "(not a string)"),
+        ("https://[broken", "(not a URL)"),
+        ("https://host/a\nb", "https://host/ab"),
+    ],
+)
+def test_a_described_url_holds_neither_credentials_nor_query_nor_payload(url: object, text: str) -> None:
+    assert describe(url) == text
+
+
+def test_a_described_url_is_at_most_100_characters_and_no_repr_shows_a_payload() -> None:
+    for url in ("https://host/" + "a" * 5000, "data:" + "b" * 5000, "data:image/png," + "c" * 5000):
+        assert len(describe(url)) <= 100
+    part = image("data:image/png;base64,SECRET")
+    assert "SECRET" not in repr(part) + repr(classify(part, CONFIG))

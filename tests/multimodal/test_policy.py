@@ -1,0 +1,164 @@
+"""Which hosts a client's URL may lead to; no name leaves this process, since a resolver of the test answers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.config import MediaConfig
+from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.multimodal.addresses import is_blocked
+from dynamo.trtllm.multimodal.fetch import Fetcher
+from dynamo.trtllm.multimodal.http_client import BLOCKED, NOT_RESOLVED
+from dynamo.trtllm.multimodal.parts import HttpSource
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that a socket was to be connected to; each attempt is refused."""
+    attempts: list[str] = []
+
+    async def refuse(loop: Any, connection: socket.socket, address: tuple[str, int]) -> None:
+        attempts.append(address[0])
+        raise ConnectionRefusedError(111, "refused by the test")
+
+    monkeypatch.setattr(asyncio.selector_events.BaseSelectorEventLoop, "sock_connect", refuse)
+    return attempts
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, *rounds: list[str]) -> None:
+    """Let the n-th look-up of any name give the n-th of `rounds`, the last one again and again."""
+    asked = 0
+
+    async def getaddrinfo(loop: Any, host: str, port: Any, **keywords: Any) -> list[Any]:
+        nonlocal asked
+        asked += 1
+        found = rounds[min(asked, len(rounds)) - 1]
+        if not found:
+            raise socket.gaierror(-2, "Name or service not known")
+        kinds = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in found]
+        tails: list[tuple[int, ...]] = [(port or 0, 0, 0) if ":" in address else (port or 0,) for address in found]
+        return [
+            (kind, socket.SOCK_STREAM, 6, "", (address, *tail))
+            for kind, address, tail in zip(kinds, found, tails, strict=True)
+        ]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", getaddrinfo)
+
+
+async def fault_of(url: str, *, allow_internal: bool = False) -> str:
+    fetcher = Fetcher(MediaConfig(allow_internal=allow_internal))
+    try:
+        with pytest.raises(ClientFault) as caught:
+            await fetcher.fetch(HttpSource(url))
+        return caught.value.message
+    finally:
+        await fetcher.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",
+        "127.0.0.1:1",
+        "127.1.2.3",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "[::1]",
+        "[::]",
+        "[fe80::1]",
+        "[fd00::1]",
+        "[::ffff:127.0.0.1]",
+        "[::127.0.0.1]",
+        "[64:ff9b::a00:1]",
+        "[64:ff9b::7f00:1]",
+        "[64:ff9b:1::a9fe:a9fe]",
+        "[2002:a00:1::]",
+        "[2002:7f00:1::1]",
+        "[2001:0:1:2::3]",
+        "user:password@10.0.0.1",
+        "10.0.0.1.",
+        "localhost",
+        "LOCALHOST.",
+        "localhost.localdomain",
+        "metadata",
+        "METADATA.GOOGLE.INTERNAL.",
+        "metadata.google.internal..",
+        "kubernetes.default.svc",
+    ],
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_internal_hosts_are_refused_without_a_connection(scheme: str, host: str, connections: list[str]) -> None:
+    assert await fault_of(f"{scheme}://{host}/x.png") == BLOCKED
+    assert connections == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "found",
+    [
+        ["127.0.0.1"],
+        ["8.8.8.8", "10.0.0.1"],
+        ["64:ff9b::a9fe:a9fe"],
+        ["8.8.8.8", "64:ff9b::c0a8:1"],
+        ["2002:c0a8:101::1"],
+        ["::ffff:10.0.0.1"],
+        ["fe80::1"],
+    ],
+)
+async def test_one_internal_address_among_the_answers_refuses_the_name(
+    found: list[str], connections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, found)
+    assert await fault_of("http://images.example/x.png") == BLOCKED
+    assert connections == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("later", [["127.0.0.1"], ["64:ff9b::7f00:1"], ["8.8.8.8", "127.0.0.1"]])
+async def test_a_name_that_answers_with_an_internal_address_the_second_time_is_refused(
+    later: list[str], connections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, ["8.8.8.8"], later)
+    assert await fault_of("http://images.example/x.png") == BLOCKED
+    assert connections == []
+
+
+@pytest.mark.asyncio
+async def test_a_public_host_is_connected_to_by_the_address_that_was_checked_over_http_and_https(
+    connections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, ["8.8.8.8"])
+    for url in ("http://Images.Example./x.png", "https://images.example/x.png", "http://8.8.8.8/", "http://[64:ff9b::808:808]/"):
+        assert await fault_of(url) == "the image host refused the connection"
+    assert connections == ["8.8.8.8", "8.8.8.8", "8.8.8.8", "64:ff9b::808:808"]
+
+
+@pytest.mark.asyncio
+async def test_a_name_without_an_address_is_not_called_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, [])
+    assert await fault_of("http://images.example/x.png") == NOT_RESOLVED
+    assert await fault_of("http://images.example/x.png", allow_internal=True) == NOT_RESOLVED
+
+
+@pytest.mark.asyncio
+async def test_internal_hosts_are_reached_when_the_operator_allows_it(
+    connections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, ["10.0.0.1"])
+    assert await fault_of("http://images.internal/x.png", allow_internal=True) == "the image host refused the connection"
+    assert connections == ["10.0.0.1"]
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "example", "", "8.8.8.8.8"])
+def test_public_addresses_and_names_are_not_blocked(address: str) -> None:
+    assert not is_blocked(address)
