@@ -40,6 +40,8 @@ class Context(Protocol):
 
     def id(self) -> str: ...
     def is_stopped(self) -> bool: ...
+    def stop_generating(self) -> None: ...
+    def detached(self, id: str) -> Context: ...
 
 
 class Sender(Protocol):
@@ -245,10 +247,10 @@ class Egress:
             outcome = "cancelled"
             if isinstance(error, asyncio.CancelledError) and not context.is_stopped() or isinstance(error, GeneratorExit):
                 raise
-            raise to_dynamo(RequestCancelled("the client went away")) from error
+            raise to_dynamo(RequestCancelled("the client went away")) from None
         except Exception as error:
             outcome = self._report(error, context)
-            raise to_dynamo(error) from error
+            raise to_dynamo(error) from None  # logged above; Dynamo logs what it is given once more
         finally:
             self.outcomes[outcome] += 1
             self.in_flight -= 1

@@ -1,32 +1,85 @@
-"""From a parsed request to engine inputs: parts -> fetched bytes -> decoded or encoded media -> the expanded prompt.
+"""From a parsed request to engine inputs: parts -> media items -> the expanded prompt.
 
-The frontend's token ids are the prompt; each image placeholder in them is expanded in place. All parts of a request or none.
+The frontend's token ids are the prompt; each image placeholder in them is replaced in place by what its image expands to. The number
+of placeholders must equal the number of images, so a literal placeholder in a user's text cannot happen unseen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from dynamo.trtllm.config import MediaConfig, Modality
-from dynamo.trtllm.engines.port import Engine, EngineInfo, Prompt
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.engines.port import EncodedImage, EngineInfo, PlacedMedia, Prompt
 from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.multimodal.loader import MediaItem, TokenBudget
+from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.request import Request
 
 
-class MultimodalProcessor:
-    """Prepares prompts for one engine. Shared by requests: the fetcher and the media cache."""
+class MediaSource(Protocol):
+    """Where media items come from: this worker itself, or an encode worker."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, media: MediaConfig, modality: Modality) -> None:
-        self._engine = engine
+    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]: ...
+    def stats(self) -> Mapping[str, float]: ...
+    async def close(self) -> None: ...
+
+
+class MultimodalProcessor:
+    """Prepares prompts for one engine. Holds no state of requests."""
+
+    def __init__(self, info: EngineInfo, media: MediaSource) -> None:
         self._info = info
         self._media = media
-        self._modality = modality
 
-    async def prepare(self, request: Request) -> Prompt:
-        """The prompt of `request`, media in place. Raises `ClientFault` naming the part at fault."""
+    async def prepare(self, request: Request, context: Context | None = None) -> Prompt:
+        """The prompt of `request` with its media in place.
+
+        Raises `ClientFault`, naming the part at fault, and `LimitFault` when the expanded prompt leaves no room for output.
+        """
+        placeholder = self._info.image_placeholder_id
+        places = request.token_ids.count(placeholder) if placeholder is not None else 0
+        budget = TokenBudget(len(request.token_ids) - places, self._info.context_length)
+        budget.check(places)
         if not request.media:
+            _check_places(places, 0)
             return Prompt(request.token_ids)
-        raise ClientFault("this worker takes no images: it serves text only")
+        if placeholder is not None and all(part.kind == "image" for part in request.media):
+            _check_places(places, len(request.media))
+        items = await self._media.load(request.media, budget, context)
+        assert placeholder is not None
+        prompt = expand(request.token_ids, placeholder, items, request.text)
+        budget.check(len(prompt.token_ids) - budget.text_tokens)
+        return prompt
 
     def stats(self) -> Mapping[str, float]:
-        return {}
+        return self._media.stats()
+
+    async def close(self) -> None:
+        await self._media.close()
+
+
+def expand(token_ids: Sequence[int], placeholder: int, items: Sequence[MediaItem], text: str | None = None) -> Prompt:
+    """Replace the placeholders of `token_ids`, one for each of `items` in order, by the items' expansions.
+
+    An item without an expansion (a decoded image, which its engine expands itself) keeps its placeholder.
+    """
+    ids: list[int] = []
+    placed: list[PlacedMedia] = []
+    remaining = iter(items)
+    for token in token_ids:
+        if token != placeholder:
+            ids.append(token)
+            continue
+        item = next(remaining)
+        expansion = item.token_ids if isinstance(item, EncodedImage) else (placeholder,)
+        placed.append(PlacedMedia(item, len(ids), len(expansion)))
+        ids.extend(expansion)
+    return Prompt(tuple(ids), tuple(placed), text)
+
+
+def _check_places(places: int, images: int) -> None:
+    if places != images:
+        raise ClientFault(
+            f"the prompt has {places} image placeholders for {images} images; the text must not contain the model's image placeholder"
+        )

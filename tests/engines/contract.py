@@ -1,0 +1,99 @@
+"""Helpers for the engine port's contract suite: requests, and reading a stream to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo.trtllm.engines.port import (
+    DecodedImage,
+    EncodedImage,
+    Engine,
+    EngineInfo,
+    EngineRequest,
+    PlacedMedia,
+    Prompt,
+    Sampling,
+    Step,
+    StepLogprobs,
+    Usage,
+)
+
+
+@dataclass
+class Subject:
+    """A started engine and what the suite must know to ask it something."""
+
+    engine: Engine
+    info: EngineInfo
+    text_ids: tuple[int, ...]
+    """A prompt without media that the model takes."""
+    images: Sequence[DecodedImage] = ()
+    """Images of different sizes; empty where the engine takes none."""
+    restart: Callable[[], Awaitable[Engine]] | None = None
+    supports: frozenset[str] = frozenset({"sampling", "prefill", "top_logprobs"})
+
+
+@dataclass
+class Output:
+    """A finished request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[StepLogprobs] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: Any = None
+    usage: Usage | None = None
+    steps: int = 0
+
+
+def request(ids: Sequence[int], *, media: Sequence[PlacedMedia] = (), request_id: str = "r", **sampling: Any) -> EngineRequest:
+    """A request with the given prompt and sampling fields."""
+    return EngineRequest(request_id=request_id, prompt=Prompt(tuple(ids), tuple(media)), sampling=Sampling(**sampling))
+
+
+def add(output: Output, step: Step) -> None:
+    """Add one step; fails when anything follows the end."""
+    assert output.finish is None, "a step followed the final one"
+    output.token_ids.extend(step.token_ids)
+    output.logprobs.extend(step.logprobs or ())
+    output.steps += 1
+    if step.finish is not None:
+        output.finish, output.stop_reason, output.usage = step.finish, step.stop_reason, step.usage
+
+
+async def generate(engine: Engine, each: EngineRequest) -> Output:
+    """Run context and generation in one engine."""
+    output = Output()
+    async with aclosing(engine.generate(each)) as steps:
+        async for step in steps:
+            add(output, step)
+    assert output.finish is not None, "the stream ended without a final step"
+    return output
+
+
+async def split(engine: Engine, each: EngineRequest) -> Output:
+    """Run context and generation as prefill and decode do, the state passed on as it is."""
+    prefilled = await engine.prefill(each)
+    output = Output()
+    add(output, prefilled.first)
+    if prefilled.state is None:
+        assert output.finish is not None
+        return output
+    follow = EngineRequest(request_id=each.request_id, prompt=Prompt(prefilled.prompt_token_ids), sampling=each.sampling)
+    async with aclosing(engine.decode(follow, prefilled.first, prefilled.state)) as steps:
+        async for step in steps:
+            add(output, step)
+    prefilled.state.release()
+    return output
+
+
+def place(ids: Sequence[int], encoded: Sequence[EncodedImage], tail: Sequence[int]) -> tuple[tuple[int, ...], tuple[PlacedMedia, ...]]:
+    """`ids`, then the images with one more text token between them, then `tail`."""
+    out, placed = list(ids), []
+    for image in encoded:
+        placed.append(PlacedMedia(image, len(out), len(image.token_ids)))
+        out.extend(image.token_ids)
+        out.append(ids[-1])
+    return (*out, *tail), tuple(placed)
