@@ -141,10 +141,11 @@ class TestColourModels:
         assert_close(pixel(adobe), color, 8)
 
     def test_ycck_jpeg_is_not_inverted(self) -> None:
-        # YCCK with flat samples differs from CMYK only in the transform that Adobe's mark names: inverted red ink is Y=76.
-        red = Image.new("RGB", (16, 16), RED).convert("YCbCr").getpixel((0, 0))
-        assert isinstance(red, tuple)
-        stored = Image.new("CMYK", (16, 16), tuple(255 - value for value in (*red, 255)))
+        # Adobe stores ink inverted, and YCCK is YCbCr of the stored samples' complement: red ink (0, 255, 255, 0) is stored as
+        # (255, 0, 0, 255), whose complement is cyan. Pillow inverts what it saves, so it is handed the complement once more.
+        cyan = Image.new("RGB", (1, 1), (0, 255, 255)).convert("YCbCr").getpixel((0, 0))
+        assert isinstance(cyan, tuple)
+        stored = Image.new("CMYK", (16, 16), tuple(255 - value for value in (*cyan, 255)))
         data = bytearray(encoded(stored, "JPEG", quality=100, subsampling=0))
         transform = data.index(b"Adobe") + 11
         assert data[transform] == 0
@@ -231,7 +232,7 @@ class TestRefusals:
         words = f"the type {name} is not accepted; accepted are JPEG, PNG, WebP, GIF, BMP, AVIF"
         assert message_of(data) == words
 
-    @pytest.mark.parametrize("data", [b"\0", b"\x00\x00\x00\x00\x00\x04" * 50, bytes(range(128, 148)), b"\0" * 10 + b"TRUEVISION"])
+    @pytest.mark.parametrize("data", [b"\0", b"\0\0\0\0\0\x04" * 50, bytes(range(128, 148)), bytes(18) + b"TRUEVISION-XFILE"])
     def test_an_unknown_type_is_refused(self, data: bytes) -> None:
         assert message_of(data).startswith("not an image of a known type; accepted are JPEG")
 
@@ -285,8 +286,10 @@ class TestRefusals:
         assert message_of(bytes(data)) == "65000 x 65000 pixels exceed this worker's limit of 1 million pixels"
 
     def test_a_gif_frame_that_reaches_out_of_its_screen_counts_whole(self) -> None:
-        data = b"GIF89a\1\0\1\0\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\2\2D\1\0;"
-        assert message_of(data) == "65535 x 65535 pixels exceed this worker's limit of 1 million pixels"
+        data = b"GIF89a\1\0\1\0\0\0\0,\0\0\0\0\xd0\x07\xd0\x07\0\2\2D\1\0;"
+        assert message_of(data) == "2000 x 2000 pixels exceed this worker's limit of 1 million pixels"
+        vast = data.replace(b"\xd0\x07\xd0\x07", b"\xff\xff\xff\xff")
+        assert message_of(vast) == "the image has more pixels than this worker takes"
 
     def test_an_operator_may_allow_more_than_pillow_would_warn_about(self) -> None:
         data = png(20_000, 20_000)
@@ -335,7 +338,7 @@ def test_every_mutant_is_an_rgb_picture_or_a_refusal_in_our_words(kind: str) -> 
             refusals.add(fault.message)
     assert BROKEN in refusals
     assert decoded + len(refusals) > 1
-    ours = (BROKEN, "the image is empty", "not an image of a known type;", "the type ")
+    ours = (BROKEN, "the image is empty", "the image has more pixels than this worker takes", "not an image of a known type;", "the type ")
     assert all(words.startswith(ours) or "pixels exceed this worker's limit" in words for words in refusals)
 
 

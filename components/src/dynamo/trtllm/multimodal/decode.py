@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def digest_of(data: bytes) -> str:
 
 def check_header(data: bytes, config: MediaConfig) -> ImageHeader:
     """Read format and size. Raises `ClientFault` for another type, a damaged header or more than `max_image_pixels`."""
+    _silence_pillow()
     kind = _accepted_format(data)
     if kind == "WebP":
         _check_size(*_webp_size(data), config)
@@ -182,10 +184,17 @@ def _check_size(width: int, height: int, config: MediaConfig) -> None:
         )
 
 
+def _silence_pillow() -> None:
+    """Keep Pillow's warnings about odd files out of the log. For the whole process, since a thread has no filter of its own."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
 def _open(kind: str, data: bytes) -> ImageFile.ImageFile:
     """Read the header with the one reader of `kind`; Pillow's own `open` would add its warnings about large images."""
     try:
         return _READERS[kind](io.BytesIO(data))
+    except Image.DecompressionBombError as error:
+        raise LimitFault("the image has more pixels than this worker takes") from error
     except Exception as error:
         raise ClientFault(BROKEN) from error
 

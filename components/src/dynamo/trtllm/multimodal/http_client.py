@@ -53,7 +53,7 @@ class MediaHttpClient(AiohttpClient):
             await self._checked_resolvers.pop().close()
 
     async def get(self, url: str, *, timeout_s: float, max_bytes: int) -> bytes:
-        """The body behind `url`, of at most `max_bytes`. Raises `FetchError`, or `WorkerError` where the deployment's proxy forbids every fetch."""
+        """The body behind `url`. Raises `FetchError`, or `WorkerError` where the deployment's proxy forbids every fetch."""
         for _ in range(MAX_REDIRECTS + 1):
             target = await self._check(url)
             body, location = await self._hop(target, timeout_s, max_bytes)
