@@ -1,8 +1,8 @@
 """Build hook: makes `dynamo.trtllm` resolve to this distribution although `ai-dynamo` installs a package of the same name.
 
-`dynamo` is a namespace package, so the first folder on `sys.path` that holds a `dynamo/trtllm` provides it. One line in a `.pth` file
-puts our folder first: from a wheel that is `dynamo_trtllm_overlay/` in site-packages, from an editable install `components/src` of
-the checkout. Nothing of `ai-dynamo` is overwritten, so uninstalling gives its package back.
+`dynamo` is a namespace package, so the first folder on `sys.path` that holds a `dynamo/trtllm` provides it. One line in a `.pth`
+file puts our folder first: from a wheel that is `dynamo_trtllm_overlay/` in site-packages, from an editable install
+`components/src` of the checkout. Nothing of `ai-dynamo` is overwritten, so uninstalling gives its package back.
 """
 
 from __future__ import annotations
