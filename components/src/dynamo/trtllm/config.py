@@ -142,6 +142,8 @@ class EngineConfig:
     origins: Mapping[str, str] = field(default_factory=dict)
     publish_kv_events: bool = False
     publish_metrics: bool = False
+    stall_timeout_s: float = 300.0
+    """Requests in flight and no step of any of them for this long: the engine is taken for dead. TensorRT-LLM only."""
     double_script: Mapping[str, Any] = field(default_factory=dict)
     """Delays and failures that the double plays, from `--override-engine-args '{"double": {...}}'`."""
 

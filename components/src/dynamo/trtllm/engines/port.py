@@ -145,6 +145,8 @@ class EngineRequest:
     cache_salt: str | None = None
     dp_rank: int | None = None
     trace_headers: Mapping[str, str] | None = None
+    media_hashes: tuple[str, ...] = ()
+    """The frontend's hexadecimal hash of each media item, in order, for KV-aware routing; empty when it sent none."""
 
 
 class TokenLogprob(NamedTuple):
@@ -257,6 +259,9 @@ class Engine(ABC):
     def stats(self) -> Mapping[str, float]:
         """Gauges for the metrics page, by their short names (`active_requests`, `waiting_requests`, `used_kv_blocks`, ...)."""
         return {}
+
+    def attach_kv_publisher(self, create: Callable[[int], Any]) -> None:
+        """Send KV cache events to publishers made by `create(dp_rank)`. Does nothing where the engine reports none."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -24,6 +24,8 @@ SOURCES: Mapping[str, str] = {
     "S-args13": "tensorrt_llm/llmapi/llm_args.py, early 1.3.0rc (near)",
     "T-mm": "the library's own test of the standalone multimodal encoder, 1.3.0rc (near)",
     "T-lp": "the library's own tests of logprobs, 1.3.0rc (near)",
+    "S-bw": "tensorrt_llm/executor/base_worker.py, about 1.2 and late 1.3.0rc (near)",
+    "S-l4": "tensorrt_llm/_torch/models/modeling_llama.py, 1.1 to 1.3.0rc (near): its input processor attaches embeddings",
     "YC": "the library's api_stability references (stable set)",
     "?": "not confirmed; asked of the installed library at start",
 }
@@ -276,6 +278,10 @@ _BEHAVIOURS_SHARED: dict[str, tuple[Any, str]] = {
     "mm token ids without tokenizer": ("ValueError", "S-llm"),
     "handle opened once": ("a handle that nobody opens keeps its memory", "S-ker"),
     "opaque_state": ("bytes", "D29"),
+    "end id in token_ids": ("may be the last of them", "?"),
+    "max_tokens beyond the context": ("lowered to what fits", "S-bw"),
+    "mrope handles": ("int64 [3, 1, tokens] and [1, 1], for the expanded prompt", "S-ker"),
+    "handles made by the caller": ("accepted: from_tensor(t).dump_to_dict(), t kept alive", "S-ker"),
 }
 
 RECORD: Mapping[str, Release] = {
@@ -301,6 +307,7 @@ RECORD: Mapping[str, Release] = {
             "kv transfer failure": ("may hang without kv_transfer_timeout_ms", "D121"),
             "reuse with images in P/D": ("crashes; enable_block_reuse: false", "?"),
             "mm_keys in events": (False, "?"),
+            "context_only with the overlap scheduler": ("ValueError", "S-bw"),
         },
         sources={"generate_async": "D121", "sampling": "D121", "disaggregated": "D121", "encoder": "S-llm12", "guided": "YC",
                  "methods": "YC"},
@@ -327,6 +334,7 @@ RECORD: Mapping[str, Release] = {
             "kv transfer failure": ("RequestError after kv_transfer_timeout_ms", "D27"),
             "reuse with images in P/D": ("works", "D29"),
             "mm_keys in events": (True, "T-mm"),
+            "context_only with the overlap scheduler": ("allowed", "S-bw"),
         },
         sources={"generate_async": "D29", "sampling": "T-lp", "disaggregated": "D29", "encoder": "D29", "guided": "YC",
                  "methods": "D29"},
@@ -367,7 +375,7 @@ MODELS: Mapping[str, ModelFacts] = {
     "Qwen3_5ForConditionalGeneration": ModelFacts("LIV", True, False, "D29", **_QWEN),
     "Qwen3_5MoeForConditionalGeneration": ModelFacts("LIV", True, False, "D29", **_QWEN),
     "NemotronH_Nano_VL_V2": ModelFacts("LIVA", True, False, "D29", "<image>"),
-    "Llama4ForConditionalGeneration": ModelFacts("LI", False, False, "D29", "<|image|>"),
+    "Llama4ForConditionalGeneration": ModelFacts("LI", False, True, "D29, S-l4", "<|image|>"),
     "Mistral3ForConditionalGeneration": ModelFacts("LI", False, False, "D29", "[IMG]"),
     "Gemma3ForConditionalGeneration": ModelFacts("LI", False, False, "D29", "<start_of_image>"),
     "Gemma4ForConditionalGeneration": ModelFacts("LIVA", False, False, "D29", disaggregates=False),

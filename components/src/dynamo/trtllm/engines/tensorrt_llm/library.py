@@ -1,0 +1,122 @@
+"""The installed TensorRT-LLM, asked once at start what it can do.
+
+This is the only module that imports public parts of `tensorrt_llm` (`private` imports the others). Signatures are read from the
+library itself, so a release that the record does not know is judged by what it says, not by its number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from dynamo.trtllm.engines.tensorrt_llm.record import Release, release_record
+from dynamo.trtllm.errors import StartupError
+
+INSTALL_HINT = (
+    "TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on a machine with an NVIDIA GPU, use NVIDIA's "
+    "image, or choose the portable engine with `--engine transformers`"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """Classes of the installed release and what their signatures say."""
+
+    version: str
+    record: Release
+    llm: Any
+    sampling_params: Any
+    guided_decoding_params: Any
+    disaggregated_params: Any
+    request_error: type[BaseException]
+    argument_fields: Mapping[str, Any]
+    """Constructor keys -> pydantic field, as the installed arguments class lists them."""
+    generate_parameters: frozenset[str]
+    disaggregated_fields: frozenset[str]
+    has_preprocess: bool
+    """True: input processing can run off the event loop (`LLM.preprocess`)."""
+    multimodal_encoder: Any | None
+    scheduling_params: Any | None
+    logprob: Any | None
+    next_request_id: Callable[..., int] | None
+    """Makes ids that are unique over prefill workers; None where the release has no `disagg_request_id`."""
+
+    @property
+    def takes_ids_beside_images(self) -> bool:
+        """False: images need the rendered text, since token ids would be decoded and tokenized again."""
+        return self.record.version != "1.2.1"
+
+
+def load_library() -> Library:
+    """Import TensorRT-LLM. Raises `StartupError` when it is missing or cannot be imported."""
+    try:
+        root = import_module("tensorrt_llm")
+    except ModuleNotFoundError as error:
+        if error.name == "tensorrt_llm":
+            raise StartupError(INSTALL_HINT) from error
+        raise StartupError(f"TensorRT-LLM is installed but its dependency {error.name} is missing") from error
+    except (ImportError, OSError) as error:
+        raise StartupError(f"TensorRT-LLM is installed but cannot be imported: {_first_line(error)}") from error
+    api = import_module("tensorrt_llm.llmapi")
+    version = str(getattr(root, "__version__", "of unknown version"))
+    disaggregated = api.DisaggregatedParams
+    fields = frozenset(f.name for f in dataclasses.fields(disaggregated))
+    llm = root.LLM
+    return Library(
+        version=version,
+        record=release_record(version),
+        llm=llm,
+        sampling_params=root.SamplingParams,
+        guided_decoding_params=api.GuidedDecodingParams,
+        disaggregated_params=disaggregated,
+        request_error=_find("tensorrt_llm.executor.utils", "RequestError") or RuntimeError,
+        argument_fields=_argument_fields(),
+        generate_parameters=frozenset(inspect.signature(llm.generate_async).parameters),
+        disaggregated_fields=fields,
+        has_preprocess=callable(getattr(llm, "preprocess", None)),
+        multimodal_encoder=getattr(api, "MultimodalEncoder", None),
+        scheduling_params=getattr(api, "SchedulingParams", None),
+        logprob=_find("tensorrt_llm.executor.result", "Logprob"),
+        next_request_id=_request_ids() if "disagg_request_id" in fields else None,
+    )
+
+
+def nested_fields(field: Any) -> frozenset[str] | None:
+    """Field names of the configuration class that `field` holds; None when it holds none or several."""
+    annotation = getattr(field, "annotation", None)
+    candidates = [annotation, *typing.get_args(annotation)]
+    models = [c for c in candidates if isinstance(getattr(c, "model_fields", None), Mapping)]
+    if len(models) != 1:
+        return None
+    return frozenset(models[0].model_fields)
+
+
+def _argument_fields() -> Mapping[str, Any]:
+    """Fields of the PyTorch backend's arguments class, under the names it has had."""
+    for name in ("TorchLlmArgs", "LlmArgs", "BaseLlmArgs"):
+        fields = getattr(_find("tensorrt_llm.llmapi.llm_args", name), "model_fields", None)
+        if isinstance(fields, Mapping) and fields:
+            return fields
+    raise StartupError("this TensorRT-LLM release does not say which engine arguments it takes; install 1.2.1 or 1.3.0rc29")
+
+
+def _request_ids() -> Callable[..., int] | None:
+    found = _find("tensorrt_llm.llmapi.disagg_utils", "get_global_disagg_request_id")
+    return found if callable(found) else None
+
+
+def _find(module: str, name: str) -> Any | None:
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

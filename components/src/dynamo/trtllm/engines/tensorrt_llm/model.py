@@ -1,0 +1,82 @@
+"""Facts about the model from its directory, read as JSON: no engine and no tokenizer library is needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts, find_model_facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """What the adapter needs to know of a model before and after loading it."""
+
+    facts: ModelFacts
+    architecture: str | None
+    placeholder_id: int | None
+    hidden_size: int | None
+    max_positions: int | None
+
+
+def describe_model(path: str) -> ModelDescription:
+    """Reads `config.json` and `tokenizer.json` of a directory or of a model that the Hugging Face cache holds."""
+    config = _read(path, "config.json")
+    architectures = config.get("architectures") or []
+    facts = find_model_facts(architectures)
+    text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+    return ModelDescription(
+        facts=facts,
+        architecture=architectures[0] if architectures else None,
+        placeholder_id=_placeholder_id(path, config, facts),
+        hidden_size=_integer(text, "hidden_size") or _integer(config, "hidden_size"),
+        max_positions=_integer(text, "max_position_embeddings") or _integer(config, "max_position_embeddings"),
+    )
+
+
+def _placeholder_id(path: str, config: Mapping[str, Any], facts: ModelFacts) -> int | None:
+    """The id that the chat template writes once per image; what an image expands to may have another one."""
+    if "I" not in facts.modalities:
+        return None
+    for token in _read(path, "tokenizer.json").get("added_tokens") or ():
+        if token.get("content") == facts.placeholder:
+            return int(token["id"])
+    for name in ("image_token_id", "image_token_index"):
+        value = _integer(config, name)
+        if value is not None:
+            return value
+    return None
+
+
+def _integer(config: Any, name: str) -> int | None:
+    value = config.get(name) if isinstance(config, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _read(path: str, name: str) -> dict[str, Any]:
+    file = _find(path, name)
+    if file is None:
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _find(path: str, name: str) -> Path | None:
+    file = Path(path) / name
+    if file.is_file():
+        return file
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        cached = try_to_load_from_cache(path, name)
+    except ValueError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None

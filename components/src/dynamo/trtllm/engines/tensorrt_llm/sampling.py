@@ -1,0 +1,121 @@
+"""Sampling options to TensorRT-LLM's `SamplingParams`, and its logprobs and finish reasons to the port's.
+
+The library writes into the parameters that it is given, so each request gets its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamo.trtllm.engines.port import FinishReason, GuidedDecoding, Sampling, StepLogprobs, TokenLogprob
+from dynamo.trtllm.engines.tensorrt_llm.library import Library
+from dynamo.trtllm.errors import ClientFault, EngineFault
+
+NO_END_ID = -1
+"""No token ends the answer. An explicit id is needed: the library without a tokenizer refuses None."""
+
+
+def build_sampling_params(
+    library: Library, sampling: Sampling, max_tokens: int, *, guided_backend: bool, special_tokens: bool = True
+) -> Any:
+    """A fresh `SamplingParams`. `special_tokens=False` keeps the library from adding a second BOS to a rendered prompt.
+
+    Raises `ClientFault` for options that this engine cannot honour.
+    """
+    values = _values(sampling, max_tokens)
+    if not special_tokens:
+        values["add_special_tokens"] = False
+    if sampling.guided is not None:
+        if not guided_backend:
+            raise ClientFault("this worker was started without a guided decoding backend")
+        values["guided_decoding"] = _guided(library, sampling.guided)
+    try:
+        return library.sampling_params(**values)
+    except (ValueError, AssertionError) as error:
+        raise ClientFault("the sampling options are outside of what the engine accepts") from error
+
+
+def _values(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
+    """Only what differs from the defaults: constructing the object is a part of each request's cost."""
+    if sampling.prompt_logprobs is not None:
+        raise ClientFault("prompt_logprobs are not supported by this engine")
+    end_id, stop_ids = end_ids(sampling)
+    values: dict[str, Any] = {"max_tokens": max_tokens, "detokenize": False, "end_id": end_id}
+    if end_id == NO_END_ID:
+        values["pad_id"] = 0
+    if sampling.ignore_eos:
+        values["ignore_eos"] = True
+    if stop_ids:
+        values["stop_token_ids"] = stop_ids
+    if sampling.min_tokens:
+        values["min_tokens"] = min(sampling.min_tokens, max_tokens)
+    if sampling.top_k is not None and sampling.top_k > 0:
+        values["top_k"] = sampling.top_k
+    if sampling.seed is not None:
+        values["seed"] = sampling.seed % (1 << 64)
+    if sampling.logprobs is not None:
+        values["logprobs"] = max(1, sampling.logprobs)
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        value = getattr(sampling, name)
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def end_ids(sampling: Sampling) -> tuple[int, list[int]]:
+    """The one end-of-sequence id that the library takes, and all other ids that end the answer, sorted."""
+    ends = sorted(sampling.eos_token_ids)
+    stops = set(sampling.stop_token_ids)
+    if sampling.ignore_eos or not ends:
+        return (ends[0] if ends else NO_END_ID), sorted(stops)
+    return ends[0], sorted(stops.union(ends[1:]))
+
+
+def _guided(library: Library, guided: GuidedDecoding) -> Any:
+    if guided.choice is not None:
+        return library.guided_decoding_params(regex="(" + "|".join(re.escape(c) for c in guided.choice) + ")")
+    if guided.json is not None:
+        return library.guided_decoding_params(json=guided.json if isinstance(guided.json, str) else json.dumps(guided.json))
+    if guided.structural_tag is not None:
+        tag = guided.structural_tag
+        return library.guided_decoding_params(structural_tag=tag if isinstance(tag, str) else json.dumps(tag))
+    if guided.regex is not None:
+        return library.guided_decoding_params(regex=guided.regex)
+    if guided.grammar is not None:
+        return library.guided_decoding_params(grammar=guided.grammar)
+    return library.guided_decoding_params(json_object=True)
+
+
+def finish_of(reason: str, stop_reason: Any, sampling: Sampling) -> tuple[FinishReason, int | str | None]:
+    """The port's finish reason and the stop reason to report beside it."""
+    if reason == "stop":
+        if stop_reason is None or (stop_reason in sampling.eos_token_ids and stop_reason not in sampling.stop_token_ids):
+            return "eos", None
+        return "stop", stop_reason
+    if reason == "length":
+        return "length", None
+    if reason == "cancelled":
+        return "cancelled", None
+    raise EngineFault("the engine gave the request up before it was finished")
+
+
+def step_logprobs(token_ids: Sequence[int], logprobs: Sequence[Any], k: int) -> tuple[StepLogprobs, ...]:
+    """Logprobs of `token_ids`, position by position, from the library's dictionaries (or plain numbers)."""
+    return tuple(_one(token, entry, k) for token, entry in zip(token_ids, logprobs, strict=False))
+
+
+def _one(token: int, entry: Any, k: int) -> StepLogprobs:
+    if not isinstance(entry, Mapping):
+        return StepLogprobs(TokenLogprob(token, float(entry), 1), ())
+    ranked = [
+        TokenLogprob(int(i), float(p.logprob), int(p.rank) if p.rank is not None else n)
+        for n, (i, p) in enumerate(entry.items(), 1)
+    ]
+    ranked.sort(key=lambda t: t.rank)
+    chosen = next((t for t in ranked if t.token_id == token), None)
+    if chosen is None:
+        raise EngineFault("the engine gave no log probability for a token that it chose")
+    return StepLogprobs(chosen, tuple(ranked[:k]))

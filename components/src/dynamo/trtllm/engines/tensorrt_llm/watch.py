@@ -1,0 +1,89 @@
+"""Requests in flight and the engine's pulse: finds a dead or stuck engine and ends those who wait for it.
+
+After a fatal error TensorRT-LLM raises it in whichever request steps next and may leave the others waiting for ever, and
+there is no public way to ask whether the engine lives. So the adapter watches: requests in flight and no step of any of them
+for `stall_s` means a stuck engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dynamo.trtllm.errors import EngineDead, WorkerError
+
+
+class Flight:
+    """One request that the engine works on. `task` is set while it waits for the engine."""
+
+    __slots__ = ("ended_by", "task")
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[object] | None = None
+        self.ended_by: WorkerError | None = None
+
+
+class Watch:
+    """State shared by requests: the flights, the step counter and what ended the engine."""
+
+    def __init__(self, stall_s: float) -> None:
+        self.steps = 0
+        """Counts engine steps of all requests; whoever receives one adds to it."""
+        self._stall_s = stall_s
+        self._flights: set[Flight] = set()
+        self._over: WorkerError | None = None
+
+    @property
+    def active(self) -> int:
+        return len(self._flights)
+
+    def require_alive(self) -> None:
+        """Raise what ended the engine, if anything has."""
+        if self._over is not None:
+            raise type(self._over)(self._over.message) from self._over
+
+    @contextmanager
+    def flight(self) -> Iterator[Flight]:
+        """Registers a request. A wait that the watch ended turns into the reason, as if the engine had raised it."""
+        self.require_alive()
+        flight = Flight()
+        self._flights.add(flight)
+        self.steps += 1
+        try:
+            yield flight
+        except asyncio.CancelledError:
+            if flight.ended_by is None:
+                raise
+            _uncancel(flight.task)
+            raise type(flight.ended_by)(flight.ended_by.message) from flight.ended_by
+        finally:
+            flight.task = None
+            self._flights.discard(flight)
+
+    def end(self, reason: WorkerError) -> None:
+        """No request will be served any more; those that wait end with `reason`. The first reason counts."""
+        if self._over is None:
+            self._over = reason
+        for flight in list(self._flights):
+            flight.ended_by = self._over
+            if flight.task is not None and flight.task is not asyncio.current_task():
+                flight.task.cancel()
+
+    async def run(self) -> None:
+        """Ends with the engine's death; looks four times per deadline."""
+        seen, since = -1, time.monotonic()
+        while self._over is None:
+            await asyncio.sleep(self._stall_s / 4)
+            if not self._flights or self.steps != seen:
+                seen, since = self.steps, time.monotonic()
+            elif time.monotonic() - since >= self._stall_s:
+                self.end(EngineDead(f"the engine has made no step for {self._stall_s:g} s"))
+
+
+def _uncancel(task: asyncio.Task[object] | None) -> None:
+    """The cancellation was ours and is dealt with; Python 3.10 does not count cancellations."""
+    uncancel = getattr(task, "uncancel", None)
+    if uncancel is not None:
+        uncancel()
