@@ -18,7 +18,7 @@ Contract, held by one test suite for every adapter (`tests/engines/test_contract
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -260,7 +260,7 @@ class Engine(ABC):
         """Gauges for the metrics page, by their short names (`active_requests`, `waiting_requests`, `used_kv_blocks`, ...)."""
         return {}
 
-    def attach_kv_publisher(self, create: Callable[[int], Any]) -> None:
+    def attach_kv_publisher(self, create: Callable[[int], Any]) -> None:  # noqa: B027
         """Send KV cache events to publishers made by `create(dp_rank)`. Does nothing where the engine reports none."""
 
     @abstractmethod
