@@ -158,6 +158,8 @@ class PeerConfig:
     """Other workers that this one calls, and how long it waits for them."""
 
     encode_endpoint: str | None = None
+    prefill_endpoint: str = "dyn://dynamo.prefill.generate"
+    """Where decode asks again when the prefill worker of a request was lost."""
     encode_fallback: bool = False
     """Encode here while no encode worker lives, instead of answering 503."""
     timeout_s: float = 60.0

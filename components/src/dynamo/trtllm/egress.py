@@ -5,7 +5,7 @@ advances the handler once per request instead of once per chunk (5.6 against 57 
 canary and in-process callers bring none and pull. Rust finds out about push by the parameter's name in the handler's signature.
 
 `send` blocks the calling thread while the frontend's buffer is full, so a client that stops reading would stop the event loop:
-the first `DIRECT_CHUNKS` of a stream are sent directly, later ones by threads, and a stream that makes no progress there is cancelled.
+the first `DIRECT_CHUNKS` of a stream are sent directly, later ones by threads, and a stream that gets stuck there is cancelled.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ class Egress:
             raise AssertionError("the endpoint handler lost its response_sender parameter; Dynamo would pull silently")
         return chosen
 
-    def serve(self, request: Mapping[str, Any], context: Context, response_sender: Sender | None = None) -> AsyncGenerator[Chunk, None]:
+    def serve(
+        self, request: Mapping[str, Any], context: Context, response_sender: Sender | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """Both arms: an async generator that yields nothing and pushes, or one that yields the chunks."""
         if response_sender is None:
             return self._pull(request, context)
@@ -245,7 +247,7 @@ class Egress:
             yield
         except (asyncio.CancelledError, GeneratorExit, StreamClosed, RequestCancelled) as error:
             outcome = "cancelled"
-            if isinstance(error, asyncio.CancelledError) and not context.is_stopped() or isinstance(error, GeneratorExit):
+            if (isinstance(error, asyncio.CancelledError) and not context.is_stopped()) or isinstance(error, GeneratorExit):
                 raise
             raise to_dynamo(RequestCancelled("the client went away")) from None
         except Exception as error:

@@ -1,7 +1,7 @@
 """What can go wrong, as one tree, and the one table that turns it into Dynamo's exceptions.
 
 Four branches: the client's fault, a peer's fault, the engine's fault, and what ends the process. Messages are our own words and
-safe to show: no library text, no address, no server path, no payload. The cause stays attached (`raise ... from error`) for the log.
+safe to show: no library text, no address, no server path, no payload. The cause stays attached (`raise ... from`) for the log.
 This module knows nothing about requests, engines or transports.
 """
 

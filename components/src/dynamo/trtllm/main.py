@@ -56,7 +56,7 @@ async def serve(config: WorkerConfig) -> int:
         info = await engine.start()
         runtime = connect(config.runtime)
         stack.callback(runtime.shutdown)
-        handler = create_handler(config, engine, info)
+        handler = await create_handler(config, engine, info, runtime)
         stack.push_async_callback(handler.close)
         service = Service(runtime, config, engine, info)
         egress = Egress(handler, push=config.runtime.push_egress, on_dead=service.engine_died)

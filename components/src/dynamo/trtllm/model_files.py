@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from dynamo.trtllm.errors import StartupError
@@ -14,8 +15,9 @@ async def resolve_model(path: str) -> str:
     """The local directory of `path`. Raises `StartupError` when there is none and none can be fetched."""
     if path == DEMO_MODEL:
         return str(DEMO_DIRECTORY)
-    if Path(path).is_dir():
-        return str(Path(path).resolve())
+    local = await asyncio.to_thread(_find_directory, path)
+    if local is not None:
+        return local
     if path.startswith(("/", "./", "../", "~")):
         raise StartupError(f"--model-path {path} is not a directory on this machine")
     from dynamo.llm import fetch_model
@@ -26,3 +28,7 @@ async def resolve_model(path: str) -> str:
         raise StartupError(
             f"--model-path {path} is neither a directory nor a model that can be fetched; check the name and the network"
         ) from error
+
+
+def _find_directory(path: str) -> str | None:
+    return str(Path(path).resolve()) if Path(path).is_dir() else None

@@ -1,7 +1,7 @@
 """From a parsed request to engine inputs: parts -> media items -> the expanded prompt.
 
-The frontend's token ids are the prompt; each image placeholder in them is replaced in place by what its image expands to. The number
-of placeholders must equal the number of images, so a literal placeholder in a user's text cannot happen unseen.
+The frontend's token ids are the prompt; each image placeholder in them is replaced in place by what its image expands to. There
+must be as many placeholders as images, so a literal placeholder in a user's text cannot happen unseen.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ def expand(token_ids: Sequence[int], placeholder: int, items: Sequence[MediaItem
 def _check_places(places: int, images: int) -> None:
     if places != images:
         raise ClientFault(
-            f"the prompt has {places} image placeholders for {images} images; the text must not contain the model's image placeholder"
+            f"the prompt has {places} image placeholders for {images} images; the text must not contain the model's placeholder"
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
@@ -25,9 +27,12 @@ from dynamo.llm.exceptions import (
 )
 
 from dynamo.trtllm.egress import Context
-from dynamo.trtllm.errors import ClientFault, EngineFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
+from dynamo.trtllm.errors import ClientFault, EngineFault, PeerFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
 
 logger = logging.getLogger(__name__)
+
+TRIES = 2
+"""Encode and prefill are pure: what one instance failed is tried once on another, inside one deadline."""
 
 
 class DynamoClient(Protocol):
@@ -50,7 +55,9 @@ class PeerClient:
         """Ids of the instances that live now, in no order."""
         return list(self._client.instance_ids())
 
-    async def call(self, request: Mapping[str, Any], instance: int, context: Context | None, timeout_s: float) -> Mapping[str, Any]:
+    async def call(
+        self, request: Mapping[str, Any], instance: int, context: Context | None, timeout_s: float
+    ) -> Mapping[str, Any]:
         """The one reply of `instance` to `request`.
 
         Raises `ClientFault` with the peer's words, `PeerTimeout` after `timeout_s`, `RequestCancelled`, and `PeerUnavailable`
@@ -89,6 +96,32 @@ class PeerClient:
             logger.warning("the %s worker %s", self._name, f"failed: {error}")
             return PeerUnavailable(f"the {self._name} worker is not reachable")
         return EngineFault(f"the {self._name} worker failed")
+
+
+async def connect(runtime: Any, endpoint: str, name: str) -> PeerClient:
+    """A client for `endpoint`; `name` stands in messages ("the `name` worker ...")."""
+    return PeerClient(await runtime.endpoint(endpoint).client(), name)
+
+
+class PrefillPeers:
+    """Prefill workers as decode sees them: any will do, another one if it fails."""
+
+    def __init__(self, client: PeerClient, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def prefill(self, request: Mapping[str, Any], context: Context) -> Mapping[str, Any]:
+        """Prefill's reply. Raises `ClientFault` in prefill's words, `PeerUnavailable` and `PeerTimeout`."""
+        end = time.monotonic() + self._timeout_s
+        failure: PeerFault = PeerUnavailable("no prefill worker is available")
+        instances = self._client.instances()
+        for tried, instance in enumerate(random.sample(instances, min(TRIES, len(instances)))):
+            left_s = (end - time.monotonic()) / (TRIES - tried)
+            try:
+                return await self._client.call(request, instance, context, left_s)
+            except PeerFault as error:
+                failure = error
+        raise failure
 
 
 def _own_words(text: str) -> str:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.parts import MediaPart
 
-_PART_KINDS = (("image_url", "image"), ("video_url", "video"), ("audio_url", "audio"))
+_PART_KINDS: tuple[tuple[str, Literal["image", "video", "audio"]], ...] = (
+    ("image_url", "image"),
+    ("video_url", "video"),
+    ("audio_url", "audio"),
+)
 _MAX_LOGPROBS = 100
 
 

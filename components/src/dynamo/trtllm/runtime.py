@@ -149,7 +149,7 @@ class Service:
 
 
 def model_type(role: Role, config: RuntimeConfig) -> ModelType:
-    """What the frontend may send here: OpenAI endpoints to aggregated and decode, prefill by its own marker, nothing to encode."""
+    """What the frontend may send here: OpenAI to aggregated and decode, prefill by its marker, nothing to encode."""
     if role is Role.PREFILL:
         return ModelType.Prefill
     if role is Role.ENCODE:

@@ -227,7 +227,8 @@ class DoubleEngine(Engine):
             return None
         span, first = self._script.token_span, self._script.first_token_id
         top = tuple(
-            TokenLogprob(first + (token - first + k) % span, math.log(0.5) - k, k + 1) for k in range(min(sampling.logprobs, span))
+            TokenLogprob(first + (token - first + k) % span, math.log(0.5) - k, k + 1)
+            for k in range(min(sampling.logprobs, span))
         )
         return (StepLogprobs(TokenLogprob(token, math.log(0.5), 1), top),)
 
@@ -259,4 +260,3 @@ def _limits(args: Mapping[str, Any]) -> dict[str, Any]:
     """The engine arguments that the double honours, under its own names."""
     names = {"max_seq_len": "context_length", "max_batch_size": "max_num_seqs"}
     return {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
-

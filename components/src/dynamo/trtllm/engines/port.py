@@ -187,14 +187,18 @@ class Step(NamedTuple):
 class EngineState:
     """What decode needs of a prefilled request beside its token ids: `meta` is JSON, `tensors` move by the transfer.
 
-    `tensors` are contiguous and stay valid until `release` is called, once, by whoever holds the state.
+    `tensors` are contiguous and stay valid until `release`, which may be called more than once: by `decode` as soon as it has copied
+    them, and by whoever holds the state when it is done with it.
     """
 
     meta: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    on_release: Callable[[], None] | None = None
+    """Frees the memory behind `tensors`; must bear being called twice."""
 
     def release(self) -> None:
-        """Free what the engine keeps for this state. Overridden by adapters that keep something."""
+        if self.on_release is not None:
+            self.on_release()
 
 
 @dataclass(frozen=True)

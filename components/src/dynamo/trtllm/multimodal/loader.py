@@ -5,19 +5,18 @@ The steps live in their own modules; this one orders them, and keeps the content
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 
 from dynamo.trtllm.config import MediaConfig, Modality
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, Engine, EngineInfo
 from dynamo.trtllm.errors import LimitFault
-from dynamo.trtllm.multimodal.blocking import run_blocking
+from dynamo.trtllm.multimodal.blocking import all_or_none, run_blocking
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.decode import ImageHeader, check_header, decode, digest_of
-from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.parts import EmbeddingFile, MediaPart, Source, at_part, classify
 
@@ -62,11 +61,9 @@ class MediaLoader:
         self._config = config
         self._modality = modality
         self._fetcher = Fetcher(config)
-        self._cache: ContentCache[MediaItem] = ContentCache(config.cache_bytes, _nbytes)
+        self._cache: ContentCache[MediaItem] = ContentCache(config.cache_bytes, nbytes)
 
-    async def load(
-        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
-    ) -> list[MediaItem]:
+    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
         """The items of `parts`, in order; all or none.
 
         Raises `ClientFault` (naming the part where one is at fault) before anything is fetched for what is refused by its text
@@ -76,7 +73,7 @@ class MediaLoader:
         contents = await self._fetcher.fetch_all(list(zip(parts, sources, strict=True)))
         inspected = [await self._inspect(*each) for each in zip(parts, sources, contents, strict=True)]
         budget.check(sum(each.tokens for each in inspected))
-        return await _all_or_none([self._item(each) for each in inspected])
+        return await all_or_none([self._item(each) for each in inspected])
 
     def classify(self, parts: Sequence[MediaPart]) -> list[Source]:
         """What the parts refer to. Raises `ClientFault` for parts, or a number of parts, that this worker does not take."""
@@ -120,18 +117,8 @@ class MediaLoader:
         return self._engine.adopt_embeddings(media.digest, loaded.tensors, loaded.auxiliary)
 
 
-async def _all_or_none(loads: Sequence[Coroutine[Any, Any, MediaItem]]) -> list[MediaItem]:
-    """Await all; the first failure cancels the rest."""
-    tasks = [asyncio.create_task(load) for load in loads]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _nbytes(item: MediaItem) -> int:
+def nbytes(item: MediaItem) -> int:
+    """Memory that `item` takes in a cache."""
     if isinstance(item, EncodedImage):
         return item.nbytes
     return item.image.width * item.image.height * 3
-

@@ -10,15 +10,19 @@ from dynamo.trtllm.egress import Chunk, Context
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request import parse_request
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, to_chunk
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, to_chunk, transfer_stats
+from dynamo.trtllm.transfer.port import Transfer
 
 
 class AggregatedHandler(HandlerBase):
     """Context and generation in one engine."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer | None = None
+    ) -> None:
         super().__init__(engine, info)
         self._processor = processor
+        self._transfer = transfer
 
     async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         request = parse_request(raw)
@@ -29,6 +33,8 @@ class AggregatedHandler(HandlerBase):
 
     async def close(self) -> None:
         await self._processor.close()
+        if self._transfer is not None:
+            await self._transfer.close()
 
     def stats(self) -> Mapping[str, float]:
-        return self._processor.stats()
+        return {**self._processor.stats(), **(transfer_stats(self._transfer) if self._transfer else {})}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from dynamo.trtllm.egress import Chunk, Context
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, Prompt, Step, StepLogprobs, Usage
 from dynamo.trtllm.request import Request
+from dynamo.trtllm.transfer.port import Transfer
 
 
 class HandlerBase(ABC):
@@ -31,7 +33,9 @@ class HandlerBase(ABC):
 
     async def drained(self) -> None:
         """Return when nothing that other workers still need is held here."""
+        return
 
+    @abstractmethod
     async def close(self) -> None:
         """Free what the role holds."""
 
@@ -82,3 +86,8 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def transfer_stats(transfer: Transfer) -> dict[str, float]:
+    """The transfer's counters under their names on the metrics page."""
+    return {f"transfer_{name}": value for name, value in asdict(transfer.stats()).items()}

@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
-from dynamo.trtllm.config import Role, WorkerConfig
+from typing import Any
+
+from dynamo.trtllm import peers
+from dynamo.trtllm.config import Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.multimodal.loader import MediaLoader
+from dynamo.trtllm.multimodal.remote import RemoteEncoder
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
+from dynamo.trtllm.request_handlers.decode import DecodeHandler
+from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
+from dynamo.trtllm.request_handlers.prefill import PrefillHandler
+from dynamo.trtllm.transfer.port import Transfer
 
 
-def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo) -> HandlerBase:
-    """The handler for `config.role` over a started engine."""
+async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any) -> HandlerBase:
+    """The handler for `config.role` over a started engine; starts the transfer where the role hands over or receives tensors.
+
+    `runtime` is Dynamo's `DistributedRuntime`. Raises `StartupError` when the transfer cannot be used on this machine.
+    """
     if config.role is Role.AGGREGATED:
-        media = MediaLoader(engine, info, config.media, config.model.modality)
-        return AggregatedHandler(engine, info, MultimodalProcessor(info, media))
-    raise StartupError(f"the {config.role.value} role is not available yet; use --disaggregation-mode agg")
+        transfer = await _start_transfer(config.transfer) if config.peers.encode_endpoint else None
+        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, transfer), transfer)
+    transfer = await _start_transfer(config.transfer)
+    if config.role is Role.PREFILL:
+        processor = await _processor(config, engine, info, runtime, transfer)
+        return PrefillHandler(engine, info, processor, transfer, config.transfer)
+    if config.role is Role.DECODE:
+        client = await peers.connect(runtime, config.peers.prefill_endpoint, "prefill")
+        prefill = peers.PrefillPeers(client, config.peers.timeout_s)
+        return DecodeHandler(engine, info, transfer, config.transfer, prefill)
+    if not info.encodes_apart:
+        raise StartupError("this model has no separate encoder: drop the encode worker and let prefill encode")
+    return EncodeHandler(engine, info, _loader(config, engine, info), transfer, config.transfer)
+
+
+async def _processor(
+    config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any, transfer: Transfer | None
+) -> MultimodalProcessor:
+    if config.peers.encode_endpoint is None or transfer is None:
+        return MultimodalProcessor(info, _loader(config, engine, info))
+    fallback = _loader(config, engine, info) if config.peers.encode_fallback else None
+    client = await peers.connect(runtime, config.peers.encode_endpoint, "encode")
+    return MultimodalProcessor(info, RemoteEncoder(client, transfer, config.peers, config.media, fallback))
+
+
+def _loader(config: WorkerConfig, engine: Engine, info: EngineInfo) -> MediaLoader:
+    return MediaLoader(engine, info, config.media, config.model.modality)
+
+
+async def _start_transfer(config: TransferConfig) -> Transfer:
+    from dynamo.trtllm.transfer.nixl import NixlTransfer
+
+    transfer = NixlTransfer(pool_bytes=config.pool_bytes, time_to_live_s=config.time_to_live_s)
+    await transfer.start()
+    return transfer

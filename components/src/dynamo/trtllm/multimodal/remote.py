@@ -1,0 +1,140 @@
+"""Media items from encode workers: choose an instance, ask it, and read the embeddings that it offers.
+
+The instance for an item is chosen by rendezvous hash of the item's reference, so that one picture is encoded once in a cluster; the
+next one in its order serves when the first is gone or has too much to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from dynamo.trtllm.config import MediaConfig, PeerConfig
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.engines.port import EncodedImage
+from dynamo.trtllm.errors import ClientFault, LimitFault, PeerFault, PeerUnavailable
+from dynamo.trtllm.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.multimodal.blocking import all_or_none
+from dynamo.trtllm.multimodal.cache import ContentCache
+from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget, nbytes
+from dynamo.trtllm.multimodal.parts import MediaPart, at_part
+from dynamo.trtllm.peers import TRIES, PeerClient
+from dynamo.trtllm.transfer.port import Transfer
+
+logger = logging.getLogger(__name__)
+
+_SPARE_LOAD = 4
+
+
+class RemoteEncoder:
+    """Loads parts through encode workers. Shared by requests: the load counters and the cache of what was read.
+
+    `fallback` loads here while no encode worker lives; None answers 503 instead.
+    """
+
+    def __init__(
+        self, client: PeerClient, transfer: Transfer, peers: PeerConfig, media: MediaConfig, fallback: MediaLoader | None
+    ) -> None:
+        self._client = client
+        self._transfer = transfer
+        self._timeout_s = peers.timeout_s
+        self._max_images = media.max_images
+        self._fallback = fallback
+        self._load: Counter[int] = Counter()
+        self._cache: ContentCache[MediaItem] = ContentCache(media.cache_bytes, nbytes)
+        self._retries = 0
+
+    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
+        """The items of `parts`, in order; all or none. Raises what `MediaLoader.load` raises, `PeerUnavailable` and `PeerTimeout`."""
+        self._check(parts)
+        if self._fallback is not None and not self._client.instances():
+            return await self._fallback.load(parts, budget, context)
+        return await all_or_none([self._item(part, budget, context) for part in parts])
+
+    def stats(self) -> Mapping[str, float]:
+        own = {f"cache_{name}": value for name, value in self._cache.stats().items()}
+        return {**own, "encode_retries_total": self._retries, "encode_calls": sum(self._load.values())}
+
+    async def close(self) -> None:
+        if self._fallback is not None:
+            await self._fallback.close()
+
+    def _check(self, parts: Sequence[MediaPart]) -> None:
+        """Refuse before any call what no encode worker takes."""
+        for part in parts:
+            with at_part(part):
+                if part.kind != "image":
+                    raise ClientFault(f"this worker takes images only, not {part.kind}")
+                if not isinstance(part.url, str):
+                    raise ClientFault("its url is missing or not a string")
+        if len(parts) > self._max_images:
+            raise LimitFault(f"the request holds {len(parts)} images; this worker takes at most {self._max_images}")
+
+    async def _item(self, part: MediaPart, budget: TokenBudget, context: Context | None) -> MediaItem:
+        """Ask the chosen instance, and once more another one when that is dead or late, all within one deadline."""
+        end = time.monotonic() + self._timeout_s
+        failure: PeerFault = PeerUnavailable("no encode worker is available")
+        for tried, instance in enumerate(self._candidates(part.url)[:TRIES]):
+            self._retries += tried
+            # The first try leaves half of the deadline to the second.
+            left_s = (end - time.monotonic()) / (TRIES - tried)
+            try:
+                with self._counted(instance):
+                    return await self._ask(instance, part, budget, context, left_s)
+            except PeerFault as error:
+                logger.warning("encode instance %x failed, try %d: %s", instance, tried + 1, error)
+                failure = error
+        raise failure
+
+    async def _ask(
+        self, instance: int, part: MediaPart, budget: TokenBudget, context: Context | None, timeout_s: float
+    ) -> MediaItem:
+        end = time.monotonic() + timeout_s
+        request = EncodeRequest(
+            items=(EncodeItem(position=part.position, url=part.url),),
+            text_tokens=budget.text_tokens,
+            context_length=budget.context_length,
+        )
+        raw = await self._client.call(request.model_dump(mode="json"), instance, context, timeout_s)
+        reply = EncodeReply.parse(raw, "encode")
+        if len(reply.items) != 1:
+            raise PeerFault("the encode worker answered for another number of images")
+        item = reply.items[0]
+        read = False
+
+        async def compute() -> MediaItem:
+            nonlocal read
+            read = True
+            return await self._read(item, end - time.monotonic())
+
+        try:
+            return await self._cache.get_or_compute(item.digest, compute)
+        finally:
+            if not read:
+                await self._transfer.discard(item.transfer)
+
+    async def _read(self, item: EncodedItem, timeout_s: float) -> MediaItem:
+        received = await self._transfer.fetch(item.transfer, max(timeout_s, 0.001), copy=True)
+        return EncodedImage(item.digest, received.tensors, item.token_ids, item.extras)
+
+    def _candidates(self, reference: str) -> list[int]:
+        """Live instances, best first: by rendezvous hash, those that carry much more than their share last."""
+        instances = self._client.instances()
+        digest = hashlib.sha256(reference.encode(errors="surrogateescape")).digest()
+        ranked = sorted(instances, key=lambda each: hashlib.sha256(digest + each.to_bytes(8, "little")).digest())
+        share = sum(self._load[each] for each in instances) / max(1, len(instances))
+        return sorted(ranked, key=lambda each: self._load[each] > 2 * share + _SPARE_LOAD)
+
+    @contextmanager
+    def _counted(self, instance: int) -> Iterator[None]:
+        self._load[instance] += 1
+        try:
+            yield
+        finally:
+            self._load[instance] -= 1
+            if not self._load[instance]:
+                del self._load[instance]

@@ -1,0 +1,126 @@
+"""The decode role: attach a prefilled request and stream the rest of it. Never fetches media, never tokenizes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from dynamo.trtllm.config import TransferConfig
+from dynamo.trtllm.egress import Chunk, Context
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step, Usage
+from dynamo.trtllm.errors import PeerFault
+from dynamo.trtllm.messages import Handoff
+from dynamo.trtllm.peers import PrefillPeers
+from dynamo.trtllm.request import Request, parse_request
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, to_chunk, transfer_stats
+from dynamo.trtllm.transfer.port import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeHandler(HandlerBase):
+    """Emits prefill's first token at once, while the KV cache is still being read.
+
+    Prefill is pure, so a request whose prefill worker died before the KV cache was read is prefilled once more by another one.
+    """
+
+    def __init__(
+        self, engine: Engine, info: EngineInfo, transfer: Transfer, config: TransferConfig, prefill: PrefillPeers
+    ) -> None:
+        super().__init__(engine, info)
+        self._transfer = transfer
+        self._config = config
+        self._prefill = prefill
+        self._prefilled_again = 0
+
+    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+        request = parse_request(raw)
+        async with aclosing(self._steps(request, raw, context)) as steps:
+            async for step in steps:
+                yield to_chunk(step)
+
+    def _steps(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step, None]:
+        if request.is_health_check:
+            return self._engine.generate(engine_request(request, Prompt(request.token_ids), context.id()))
+        return self._decode(request, raw, context)
+
+    async def _decode(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step, None]:
+        handoff = await self._handoff(request, raw, context)
+        first = handoff.first_step()
+        if request.sampling.max_tokens == 1:
+            if handoff.transfer is not None:
+                await self._transfer.discard(handoff.transfer)
+            yield first._replace(finish="length", usage=Usage(len(handoff.prompt_token_ids), 1, handoff.cached_tokens))
+            return
+        reading = asyncio.create_task(self._state(handoff, raw, context), name="kv-read")
+        try:
+            yield first
+            state = await reading
+        finally:
+            reading.cancel()
+        request = replace(request, sampling=replace(request.sampling, seed=handoff.seed))
+        each = engine_request(request, Prompt(handoff.prompt_token_ids), context.id())
+        try:
+            async with aclosing(self._engine.decode(each, first, state)) as steps:
+                async for step in steps:
+                    yield _with_cached(step, handoff.cached_tokens)
+        finally:
+            state.release()
+
+    async def _handoff(self, request: Request, raw: Mapping[str, Any], context: Context) -> Handoff:
+        """The hand-off that came with the request, or a new one where the frontend could not reach its prefill worker."""
+        result = request.prefill_result
+        if result is None or not result.disaggregated_params:
+            return await self._prefill_again(raw, context, None)
+        return self._checked(Handoff.parse(result.disaggregated_params, "prefill"))
+
+    def _checked(self, handoff: Handoff) -> Handoff:
+        if handoff.engine != type(self._engine).__name__:
+            raise PeerFault("the prefill worker runs another engine than this decode worker")
+        return handoff
+
+    async def _state(self, handoff: Handoff, raw: Mapping[str, Any], context: Context) -> EngineState:
+        """The engine's state, its KV cache read; from a second prefill if the first one's worker is gone."""
+        try:
+            return await self._read(handoff)
+        except PeerFault as error:
+            logger.warning("request %s: prefilling again: %s", context.id(), error)
+        again = await self._prefill_again(raw, context, handoff)
+        if again.first_token_ids != handoff.first_token_ids:
+            raise PeerFault("the prefill worker was lost and its work could not be repeated")
+        return await self._read(again)
+
+    async def _read(self, handoff: Handoff) -> EngineState:
+        if handoff.transfer is None:
+            return EngineState(handoff.meta)
+        received = await self._transfer.fetch(handoff.transfer, self._config.time_to_live_s / 2)
+        return EngineState(handoff.meta, received.tensors, received.release)
+
+    async def _prefill_again(self, raw: Mapping[str, Any], context: Context, lost: Handoff | None) -> Handoff:
+        self._prefilled_again += 1
+        reply = await self._prefill.prefill(_prefill_copy(raw, lost), context)
+        return self._checked(Handoff.parse(reply.get("disaggregated_params") or {}, "prefill"))
+
+    def stats(self) -> Mapping[str, float]:
+        return {**transfer_stats(self._transfer), "prefilled_again_total": self._prefilled_again}
+
+    async def close(self) -> None:
+        await self._transfer.close()
+
+
+def _prefill_copy(raw: Mapping[str, Any], lost: Handoff | None) -> dict[str, Any]:
+    """The request as the frontend would send it to prefill, with the seed of the lost one so that the first token is the same."""
+    sampling = dict(raw.get("sampling_options") or {})
+    if lost is not None and lost.seed is not None:
+        sampling["seed"] = lost.seed
+    return {**raw, "prefill_result": None, "sampling_options": sampling}
+
+
+def _with_cached(step: Step, cached_tokens: int) -> Step:
+    if step.usage is None or step.usage.cached_tokens == cached_tokens:
+        return step
+    return step._replace(usage=step.usage._replace(cached_tokens=cached_tokens))

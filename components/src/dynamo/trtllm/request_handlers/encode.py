@@ -1,0 +1,54 @@
+"""The encode role: images to embeddings for other workers, held until they are read or expire."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from dynamo.trtllm.config import TransferConfig
+from dynamo.trtllm.egress import Chunk, Context
+from dynamo.trtllm.engines.port import EncodedImage, Engine, EngineInfo
+from dynamo.trtllm.errors import EngineFault
+from dynamo.trtllm.messages import EncodedItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.multimodal.blocking import all_or_none
+from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
+from dynamo.trtllm.multimodal.parts import MediaPart
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats
+from dynamo.trtllm.transfer.port import Transfer
+
+
+class EncodeHandler(HandlerBase):
+    """Called by prefill and aggregated workers, never by the frontend. Replies once."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, loader: MediaLoader, transfer: Transfer, config: TransferConfig) -> None:
+        super().__init__(engine, info)
+        self._loader = loader
+        self._transfer = transfer
+        self._config = config
+
+    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+        if raw.get("_HEALTH_CHECK"):
+            await self._engine.check_health()
+            yield {"token_ids": [], "finish_reason": "stop"}
+            return
+        request = EncodeRequest.parse(raw, "calling")
+        parts = [MediaPart(item.position, "image", item.url) for item in request.items]
+        items = await self._loader.load(parts, TokenBudget(request.text_tokens, request.context_length))
+        reply = EncodeReply(items=tuple(await all_or_none([self._offer(item) for item in items])))
+        yield reply.model_dump(mode="json")
+
+    async def _offer(self, item: MediaItem) -> EncodedItem:
+        if not isinstance(item, EncodedImage):
+            raise EngineFault("the encode worker's engine does not encode apart")
+        offer = await self._transfer.offer(item.tensors, self._config.time_to_live_s / 2)
+        return EncodedItem(digest=item.digest, token_ids=item.token_ids, extras=item.extras, transfer=offer.descriptor)
+
+    def stats(self) -> Mapping[str, float]:
+        return {**self._loader.stats(), **transfer_stats(self._transfer)}
+
+    async def drained(self) -> None:
+        await self._transfer.drain(self._config.time_to_live_s)
+
+    async def close(self) -> None:
+        await self._loader.close()
+        await self._transfer.close()
