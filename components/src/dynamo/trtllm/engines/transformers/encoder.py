@@ -1,0 +1,142 @@
+"""Images: from pixels to features in batches, from files to features, and how many tokens an image takes.
+
+`preprocess`, `tokens_of` and `adopt` may run in any thread and touch no weights; `encode` belongs to the engine's thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
+from dynamo.trtllm.engines.transformers.families import Family, ImageTokens
+from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.errors import ClientFault
+
+
+@dataclass(frozen=True)
+class PixelInputs:
+    """One image as the vision tower takes it: the processor's tensors, the first dimension counts images or patches."""
+
+    digest: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+class ImageEncoder:
+    """The image side of one model."""
+
+    def __init__(self, loaded: LoadedModel, family: Family, image: ImageTokens) -> None:
+        self._loaded = loaded
+        self._family = family
+        self._image = image
+        self._features_of = loaded.model.base_model.get_image_features
+        self._inputs = set(inspect.signature(self._features_of).parameters) - {"kwargs"}
+
+    def preprocess(self, item: DecodedImage) -> PixelInputs:
+        """Resize and normalise. Raises `ClientFault` for an image whose shape the model does not take."""
+        try:
+            output = self._loaded.processor.image_processor(images=[item.image], return_tensors="pt", **self._processor_options())
+        except (ValueError, ZeroDivisionError) as error:
+            size = f"{item.image.width} x {item.image.height}"
+            raise ClientFault(f"this model cannot take an image of {size} pixels; use one that is larger or less elongated") from error
+        return PixelInputs(item.digest, {k: v for k, v in output.items() if k in self._inputs and isinstance(v, torch.Tensor)})
+
+    def _processor_options(self) -> dict[str, Any]:
+        if self._image.row_end is None:
+            return {}
+        return {"patch_size": self._image.patch * self._image.merge}
+
+    def encode(self, images: Sequence[PixelInputs]) -> list[EncodedImage]:
+        """Features of `images` in one pass through the vision tower."""
+        inputs = {name: _stack([i.tensors[name] for i in images]) for name in images[0].tensors}
+        inputs = {name: t.to(self._loaded.device) for name, t in inputs.items()}
+        if inputs["pixel_values"].is_floating_point():
+            inputs["pixel_values"] = inputs["pixel_values"].to(self._loaded.dtype)
+        output = self._features_of(**inputs, return_dict=True)
+        levels = [output.pooler_output, *(output.deepstack_features if self._loaded.levels else ())]
+        return [self._encoded(image, [level[at] for level in levels]) for at, image in enumerate(images)]
+
+    def _encoded(self, image: PixelInputs, levels: Sequence[torch.Tensor]) -> EncodedImage:
+        extras: dict[str, Any] = {}
+        key = self._family.size_key
+        if key is not None:
+            extras[key] = image.tensors[key][0].tolist()
+        return self._assemble(image.digest, levels, extras)
+
+    def _assemble(self, digest: str, levels: Sequence[torch.Tensor], extras: dict[str, Any]) -> EncodedImage:
+        tensors = {_level_name(i): level.contiguous() for i, level in enumerate(levels)}
+        rows = int(levels[0].shape[0])
+        return EncodedImage(digest, tensors, self._family.expand(self._image, rows, extras), extras)
+
+    def tokens_of(self, width: int, height: int) -> int | None:
+        """Length of the expansion of an image of that size, or None when its shape is not one that the model takes."""
+        rows = self._rows_of(width, height)
+        if rows is None:
+            return None
+        return rows + len(self._image.begin) + (len(self._image.end) if self._image.row_end is None else 0)
+
+    def _rows_of(self, width: int, height: int) -> int | None:
+        """Tokens as the processor counts them: rows of features, with the breaks between them where a model has such."""
+        try:
+            counts = self._loaded.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        except (ValueError, ZeroDivisionError):
+            return None
+        return int(counts.num_image_tokens[0])
+
+    def adopt(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedImage:
+        """Check features from a file and lay out their expansion. Raises `ClientFault` saying what does not fit."""
+        names = [_level_name(i) for i in range(self._loaded.levels + 1)]
+        missing = [name for name in names if name not in tensors]
+        if missing:
+            raise ClientFault(f"this model needs {len(names)} levels of embeddings; {', '.join(missing)} is missing")
+        levels = [self._level(name, tensors[name]) for name in names]
+        rows = int(levels[0].shape[0])
+        if any(level.shape[0] != rows for level in levels):
+            raise ClientFault("all levels of embeddings must have the same number of rows")
+        if rows > self._loaded.context_length:
+            raise ClientFault(f"{rows} rows of embeddings are more than the context length, which is {self._loaded.context_length}")
+        self._require_rows(rows)
+        return self._assemble(digest, levels, self._family.adopt(self._image, rows, extras))
+
+    def _level(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        hidden = self._loaded.hidden_size
+        if tensor.dim() == 3 and tensor.shape[0] != 1:
+            raise ClientFault(f"embeddings hold a batch of {tensor.shape[0]}; send one image per part")
+        flat = tensor[0] if tensor.dim() == 3 else tensor
+        if flat.dim() != 2 or flat.shape[1] != hidden or not flat.shape[0]:
+            raise ClientFault(f"{name} must be [tokens, {hidden}] for this model, not {list(tensor.shape)}")
+        if not flat.is_floating_point():
+            raise ClientFault(f"{name} must be floating point, not {str(tensor.dtype).removeprefix('torch.')}")
+        cast = flat.detach().to(self._loaded.dtype)
+        if not bool(torch.isfinite(cast).all()):
+            raise ClientFault(f"{name} holds values that are not finite in the model's type")
+        return cast
+
+    def _require_rows(self, rows: int) -> None:
+        """Models with one size for all images take no other number of rows."""
+        if self._family.size_key is not None:
+            return
+        expected = self._rows_of(self._image.patch, self._image.patch)
+        if expected is not None and rows != expected:
+            raise ClientFault(f"this model takes {expected} rows of embeddings per image, not {rows}")
+
+
+def _level_name(level: int) -> str:
+    return "features" if level == 0 else f"features.{level}"
+
+
+def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join along the first dimension, padding the others with zeros to the largest."""
+    sizes = [max(t.shape[d] for t in tensors) for d in range(1, tensors[0].dim())]
+    padded = []
+    for tensor in tensors:
+        missing = [most - have for most, have in zip(sizes, tensor.shape[1:], strict=True)]
+        if any(missing):
+            tensor = F.pad(tensor, [n for m in reversed(missing) for n in (0, m)])
+        padded.append(tensor)
+    return torch.cat(padded) if len(padded) > 1 else padded[0]

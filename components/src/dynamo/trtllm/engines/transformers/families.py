@@ -1,0 +1,147 @@
+"""The multimodal models that the portable engine serves: one row for each family.
+
+A row says what the chat template writes for an image, what that becomes in the prompt, and what the text model needs beside the
+features. A family is added with a row here and a tiny model in the tests that proves it against `generate`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo.trtllm.errors import ClientFault
+
+Extras = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """The ids that stand for an image in a prompt, as a model's configuration and processor name them."""
+
+    placeholder: int
+    """What the chat template writes once per image."""
+    feature: int
+    """What stands for one row of features."""
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    row_end: int | None = None
+    """Follows every row of features but the last, which `end` follows."""
+    merge: int = 1
+    """Patches per side that become one row of features."""
+    patch: int = 1
+    """Pixels per side of a patch."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. `tokens(config, processor)` reads the ids; `expand(tokens, rows, extras)` is the image in the prompt."""
+
+    name: str
+    tokens: Callable[[Any, Any], ImageTokens]
+    expand: Callable[[ImageTokens, int, Extras], tuple[int, ...]]
+    adopt: Callable[[ImageTokens, int, Extras], dict[str, Any]]
+    """The extras of an image of which only features are known. Raises `ClientFault` naming the key that is missing."""
+    grid: bool = False
+    """Positions follow `image_grid_thw` (M-RoPE)."""
+    mutual: bool = False
+    """The tokens of an image see one another in both directions."""
+    size_key: str | None = None
+    """The processor output that says how an image was cut."""
+    levels: Callable[[Any], int] = lambda config: 0
+    """Feature levels beside the first (deepstack)."""
+
+
+def _repeat(tokens: ImageTokens, rows: int, extras: Extras) -> tuple[int, ...]:
+    return tokens.begin + (tokens.feature,) * rows + tokens.end
+
+
+def _by_rows(tokens: ImageTokens, rows: int, extras: Extras) -> tuple[int, ...]:
+    """Pixtral's layout: each row of features ends with a break, the last one with an end token."""
+    height = int(extras["image_sizes"][0]) // (tokens.patch * tokens.merge)
+    line = (tokens.feature,) * (rows // height) + (tokens.row_end or 0,)
+    return (line * height)[:-1] + tokens.end
+
+
+def _no_extras(tokens: ImageTokens, rows: int, extras: Extras) -> dict[str, Any]:
+    return {}
+
+
+def _adopt_grid(tokens: ImageTokens, rows: int, extras: Extras) -> dict[str, Any]:
+    given = extras.get("image_grid_thw")
+    if given is None:
+        side = math.isqrt(rows)
+        if side * side != rows:
+            raise ClientFault(f"{rows} rows are no square grid; give image_grid_thw [1, height, width] beside the embeddings")
+        return {"image_grid_thw": [1, side * tokens.merge, side * tokens.merge]}
+    grid = _integers("image_grid_thw", given, 3)
+    frames, height, width = grid
+    fits = min(grid) > 0 and height % tokens.merge == 0 and width % tokens.merge == 0
+    if not fits or frames != 1 or height * width != rows * tokens.merge**2:
+        raise ClientFault(f"image_grid_thw {grid} does not fit {rows} rows of embeddings")
+    return {"image_grid_thw": grid}
+
+
+def _adopt_size(tokens: ImageTokens, rows: int, extras: Extras) -> dict[str, Any]:
+    given, cell = extras.get("image_sizes"), tokens.patch * tokens.merge
+    if given is None:
+        side = math.isqrt(rows)
+        if side * side != rows:
+            raise ClientFault(f"{rows} rows are no square; give image_sizes [height, width] in pixels beside the embeddings")
+        return {"image_sizes": [side * cell, side * cell]}
+    size = _integers("image_sizes", given, 2)
+    if min(size) < cell or (size[0] // cell) * (size[1] // cell) != rows:
+        raise ClientFault(f"image_sizes {size} does not fit {rows} rows of embeddings")
+    return {"image_sizes": size}
+
+
+def _integers(key: str, value: Any, count: int) -> list[int]:
+    """`value`, a nested list or a tensor of one image, as `count` integers."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, (list, tuple)) or len(value) != count or not all(type(v) is int for v in value):
+        raise ClientFault(f"{key} must be {count} integers for one image")
+    return list(value)
+
+
+def _qwen_tokens(config: Any, processor: Any) -> ImageTokens:
+    vision = config.vision_config
+    image = config.image_token_id
+    return ImageTokens(image, image, merge=vision.spatial_merge_size, patch=vision.patch_size)
+
+
+def _llava_tokens(config: Any, processor: Any) -> ImageTokens:
+    return ImageTokens(config.image_token_id, config.image_token_id)
+
+
+def _mistral3_tokens(config: Any, processor: Any) -> ImageTokens:
+    image = config.image_token_id
+    ends = {"end": (processor.image_end_token_id,), "row_end": processor.image_break_token_id}
+    return ImageTokens(image, image, merge=config.spatial_merge_size, patch=config.vision_config.patch_size, **ends)
+
+
+def _gemma3_tokens(config: Any, processor: Any) -> ImageTokens:
+    gap = tuple(processor.tokenizer.encode("\n\n", add_special_tokens=False))
+    begin, end = config.boi_token_index, config.eoi_token_index
+    return ImageTokens(begin, config.image_token_id, begin=(*gap, begin), end=(end, *gap))
+
+
+_QWEN: dict[str, Any] = {"tokens": _qwen_tokens, "expand": _repeat, "adopt": _adopt_grid, "grid": True, "size_key": "image_grid_thw"}
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2_vl": Family("Qwen2-VL", **_QWEN),
+    "qwen2_5_vl": Family("Qwen2.5-VL", **_QWEN),
+    "qwen3_vl": Family("Qwen3-VL", **_QWEN, levels=lambda config: len(config.vision_config.deepstack_visual_indexes)),
+    "llava": Family("LLaVA", _llava_tokens, _repeat, _no_extras),
+    "llava_next": Family("LLaVA-NeXT", _llava_tokens, _repeat, _no_extras, size_key="image_sizes"),
+    "mistral3": Family("Mistral 3", _mistral3_tokens, _by_rows, _adopt_size, size_key="image_sizes"),
+    "gemma3": Family("Gemma 3", _gemma3_tokens, _repeat, _no_extras, mutual=True),
+}
+"""By the configuration's `model_type`."""
+
+
+def supported_names() -> str:
+    """All families in words, for messages."""
+    return ", ".join(f.name for f in FAMILIES.values())

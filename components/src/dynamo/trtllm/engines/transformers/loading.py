@@ -1,0 +1,248 @@
+"""From a directory to a model that may serve: device, dtype, threads, weights, processor, and the check that it computes right.
+
+Everything here runs in the thread that owns the model. Messages name the architecture and what is supported, never a path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from dynamo.trtllm.config import EngineConfig, Modality
+from dynamo.trtllm.engines.transformers.attention import ATTENTION_NAME, register
+from dynamo.trtllm.engines.transformers.cache import CacheShape
+from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, ImageTokens, supported_names
+from dynamo.trtllm.engines.transformers.options import EngineOptions
+from dynamo.trtllm.errors import StartupError
+
+SMALL_MODEL_PARAMETERS = 200_000_000
+_DEFAULT_CONTEXT = 32_768
+_CPU_MEMORY_FRACTION = 0.25
+_CUDA_MEMORY_FRACTION = 0.6
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model and what the other modules ask about it. `decoder` is None where the whole model's forward has to be called."""
+
+    model: Any
+    decoder: Any
+    embed: Any
+    architecture: str
+    family: Family | None
+    """None: text only, either by model or by modality."""
+    processor: Any
+    image: ImageTokens | None
+    levels: int
+    cache_shape: CacheShape
+    layer_types: tuple[str, ...]
+    """The kinds of layers that the model wants one mask each for; one kind takes its mask bare."""
+    vocabulary: int
+    hidden_size: int
+    context_length: int
+    kv_tokens: int
+    eos_token_ids: frozenset[int]
+    stock_attention: str
+    """The attention that Transformers would use, which the check at start compares with."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache_shape.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cache_shape.dtype
+
+
+def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> LoadedModel:
+    """Load what `directory` holds for `config.modality`. Raises `StartupError`."""
+    device = _device(config.device)
+    settings = _read_config(directory)
+    kind, architecture = str(settings.model_type), _architecture(settings)
+    family = FAMILIES.get(kind)
+    if family is None and (config.modality is Modality.MULTIMODAL or hasattr(settings, "vision_config")):
+        raise _unsupported(architecture, f"the portable engine serves images with {supported_names()}")
+    _set_threads(config.torch_threads, directory, device)
+    register()
+    model = _load_weights(directory, family, device, _dtype(options.dtype, device), architecture)
+    text_config = model.config.get_text_config()
+    decoder = model.base_model.language_model if family else None
+    shape, layer_types = _cache_shape(model, text_config, architecture)
+    text_model = model if decoder is None else decoder
+    stock_attention = str(text_model.config._attn_implementation)
+    text_model.set_attn_implementation(ATTENTION_NAME)
+    with_images = family is not None and config.modality is Modality.MULTIMODAL
+    processor = _load_processor(directory, architecture, model.config) if with_images else None
+    context_length = _context_length(text_config, options, architecture)
+    return LoadedModel(
+        model=model,
+        decoder=decoder,
+        embed=model.get_input_embeddings(),
+        architecture=architecture,
+        family=family if with_images else None,
+        processor=processor,
+        image=family.tokens(model.config, processor) if family and with_images else None,
+        levels=family.levels(model.config) if family and with_images else 0,
+        cache_shape=shape,
+        layer_types=layer_types,
+        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        hidden_size=int(text_config.hidden_size),
+        context_length=context_length,
+        kv_tokens=_kv_tokens(options, shape, context_length),
+        eos_token_ids=_eos_token_ids(model),
+        stock_attention=stock_attention,
+    )
+
+
+def _unsupported(architecture: str, reason: str) -> StartupError:
+    return StartupError(f"{architecture} is not supported: {reason}, and text-only causal models with full or sliding attention")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise StartupError(f"device must be auto, cpu, cuda or cuda:N, not {name}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise StartupError(f"device must be auto, cpu, cuda or cuda:N, not {name}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise StartupError(f"device {name} was asked for, but this machine shows {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> Any:
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" else "auto"
+
+
+def _read_config(directory: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        name = _architecture_on_disk(directory)
+        raise _unsupported(name, f"its configuration cannot be read; the portable engine serves {supported_names()}") from error
+
+
+def _architecture_on_disk(directory: str) -> str:
+    try:
+        content = json.loads((Path(directory) / "config.json").read_text())
+    except (OSError, ValueError):
+        return "this model"
+    return str((content.get("architectures") or [content.get("model_type") or "this model"])[0])
+
+
+def _architecture(settings: Any) -> str:
+    return str((getattr(settings, "architectures", None) or [settings.model_type])[0])
+
+
+def _set_threads(threads: int | None, directory: str, device: torch.device) -> None:
+    """Must come before the first operation: more threads than a small model can use make every step slower."""
+    if threads is None:
+        weights = sum(f.stat().st_size for f in Path(directory).glob("*.safetensors"))
+        small = weights < SMALL_MODEL_PARAMETERS * 2
+        threads = 1 if small and device.type == "cpu" else (os.cpu_count() or 1)
+    torch.set_num_threads(threads)
+
+
+def _load_weights(directory: str, family: Family | None, device: torch.device, dtype: Any, architecture: str) -> Any:
+    loader = transformers.AutoModelForImageTextToText if family else transformers.AutoModelForCausalLM
+    try:
+        model = loader.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _unsupported(architecture, f"it cannot be loaded; the portable engine serves {supported_names()}") from error
+    return model.to(device).eval()
+
+
+def _load_processor(directory: str, architecture: str, config: Any) -> Any:
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise StartupError(f"{architecture}: its image processor cannot be loaded; the model directory needs its processor files") from error
+    if not hasattr(processor, "image_processor"):
+        raise StartupError(f"{architecture}: the model directory has no image processor; add its preprocessor_config.json")
+    if getattr(processor, "patch_size", 0) is None:
+        processor.patch_size = config.vision_config.patch_size
+    if getattr(processor, "vision_feature_select_strategy", "") is None:
+        processor.vision_feature_select_strategy = config.vision_feature_select_strategy
+    return processor
+
+
+def _cache_shape(model: Any, text_config: Any, architecture: str) -> tuple[CacheShape, tuple[str, ...]]:
+    """Found out by running three tokens with Transformers' own cache: whatever cannot be read from it is not served."""
+    reason = "its layers keep more than keys and values of full or sliding attention"
+    kinds = tuple(sorted(set(getattr(text_config, "layer_types", None) or ())))
+    if not set(kinds) <= _LAYER_TYPES:
+        raise _unsupported(architecture, reason)
+    ids = torch.tensor([[1, 2, 3]], device=model.device)
+    try:
+        cache = DynamicCache(config=text_config)
+        model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+        layers = [layer for layer in cache.layers if layer.is_initialized]
+        if not layers or len(layers) != text_config.num_hidden_layers or any(type(layer) not in _LAYER_KINDS for layer in layers):
+            raise _unsupported(architecture, reason)
+        key_shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers}
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
+        raise _unsupported(architecture, reason) from error
+    windows = {layer.sliding_window for layer in layers if layer.is_sliding}
+    if len(key_shapes) != 1 or len(windows) > 1:
+        raise _unsupported(architecture, "its layers differ in more than full and sliding attention")
+    kv_heads, key_dim, value_dim = key_shapes.pop()
+    shape = CacheShape(
+        layers=len(layers),
+        kv_heads=kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=layers[0].keys.dtype,
+        device=layers[0].keys.device,
+        sliding=tuple(bool(layer.is_sliding) for layer in layers),
+        window=windows.pop() if windows else None,
+    )
+    return shape, kinds
+
+
+def _context_length(text_config: Any, options: EngineOptions, architecture: str) -> int:
+    most = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if isinstance(rope, dict) and rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+        # These scale positions by the longest row of a batch; up to the original length they are constant.
+        most = rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None) or most
+    if options.max_seq_len is None:
+        return min(most or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
+    if most is not None and options.max_seq_len > most:
+        raise StartupError(f"max_seq_len is {options.max_seq_len}, but {architecture} has {most} positions; lower max_seq_len")
+    return options.max_seq_len
+
+
+def _kv_tokens(options: EngineOptions, shape: CacheShape, context_length: int) -> int:
+    """How many tokens the KV cache may hold: as configured, else what memory allows, at most every request at full length."""
+    if options.max_kv_tokens is not None:
+        return max(options.max_kv_tokens, options.tokens_per_block)
+    if shape.device.type == "cuda":
+        free = torch.cuda.mem_get_info(shape.device)[0] * (options.memory_fraction or _CUDA_MEMORY_FRACTION)
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * (options.memory_fraction or _CPU_MEMORY_FRACTION)
+    tokens = min(int(free) // shape.bytes_per_token, context_length * options.max_batch_size)
+    if tokens < options.tokens_per_block:
+        raise StartupError("no memory is left for the KV cache; use a smaller model or set kv_cache_config.max_tokens")
+    return tokens
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

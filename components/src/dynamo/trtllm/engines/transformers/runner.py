@@ -1,0 +1,168 @@
+"""What the model computes in one step: a context batch or a decode batch. Knows tensors and sequences, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamo.trtllm.engines.transformers.cache import BatchCache, PromptCache
+from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.engines.transformers.sequence import ImageSpan, Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Part of a prompt: `sequence.prompt_ids[start:stop]`. It never ends inside an image."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop == len(self.sequence.prompt_ids)
+
+    @property
+    def images(self) -> list[ImageSpan]:
+        return [span for span in self.sequence.images if self.start <= span.start < self.stop]
+
+
+class ModelRunner:
+    """Forward passes over the prompt caches and the batch cache. Owned by the engine's thread."""
+
+    def __init__(self, loaded: LoadedModel, max_rows: int) -> None:
+        self._loaded = loaded
+        self._head = loaded.model.get_output_embeddings() if loaded.decoder is not None else None
+        self._shape = loaded.cache_shape
+        self._device = loaded.device
+        self.batch = BatchCache(self._shape, max_rows)
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Lay out a prompt's images: which tokens take features, which see one another, and the positions."""
+        if not sequence.images:
+            return
+        image, family, length = self._loaded.image, self._loaded.family, len(sequence.prompt_ids)
+        assert image is not None
+        assert family is not None
+        ids = torch.tensor(sequence.prompt_ids)
+        spans = torch.full((length,), -1)
+        for number, span in enumerate(sequence.images):
+            spans[span.start : span.stop] = number
+        is_feature = (spans >= 0) & (ids == image.feature)
+        sequence.feature_mask = is_feature.to(self._device)
+        if family.mutual:
+            sequence.mutual = spans.masked_fill(~is_feature, -1).to(self._device)
+        if family.grid:
+            grids = torch.tensor([span.item.extras["image_grid_thw"] for span in sequence.images])
+            kinds = is_feature.long()[None]
+            positions, delta = self._loaded.model.base_model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
+            sequence.positions = positions[:, 0].to(self._device)
+            sequence.rope_delta = int(delta)
+
+    def prefill(self, chunks: Items[Chunk]) -> torch.Tensor:
+        """Compute `chunks` in one forward; several only if each is whole. Returns the logits [chunks, vocabulary] at their ends.
+
+        A sequence whose prompt is complete holds its keys and values afterwards.
+        """
+        cache = self._prompt_cache(chunks)
+        width = max(c.stop - c.start for c in chunks)
+        ids = torch.zeros(len(chunks), width, dtype=torch.long)
+        for row, chunk in enumerate(chunks):
+            ids[row, : chunk.stop - chunk.start] = torch.tensor(chunk.sequence.prompt_ids[chunk.start : chunk.stop])
+        masks = cache.masks(width, self._mutual(chunks, cache.filled + width))
+        embeds, extra = self._embed(ids.to(self._device), chunks)
+        last = [c.stop - c.start - 1 for c in chunks]
+        logits = self._forward(embeds, self._positions(chunks, width), masks, cache, last, extra)
+        cache.filled += width
+        for row, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            sequence.computed = chunk.stop
+            if chunk.stop == len(sequence.prompt_ids):
+                sequence.keys, sequence.values = cache.row(row, chunk.stop)
+                sequence.cache = sequence.positions = sequence.feature_mask = sequence.mutual = None
+                sequence.images = ()
+        return logits
+
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One token for every row of the batch; `tokens` and `positions` are [rows, 1]. Returns logits [rows, vocabulary]."""
+        masks = self.batch.begin_step()
+        logits = self._forward(self._loaded.embed(tokens), positions, masks, self.batch, None, {})
+        self.batch.end_step()
+        return logits
+
+    def _forward(
+        self, embeds: torch.Tensor, positions: torch.Tensor, masks: Any, cache: Any, last: list[int] | None, extra: dict[str, Any]
+    ) -> torch.Tensor:
+        """Logits at column `last[row]` of each row, or at the only column."""
+        inputs = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": self._mask(masks), "cache": cache}
+        if self._loaded.decoder is not None:
+            assert self._head is not None
+            hidden = self._loaded.decoder(**inputs, **extra, use_cache=True).last_hidden_state
+            picked = hidden[:, -1] if last is None else hidden[list(range(len(last))), last]
+            logits: torch.Tensor = self._head(picked)
+            return logits
+        if last is None:
+            return self._loaded.model(**inputs, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+        columns = sorted(set(last))
+        kept = torch.tensor(columns, device=self._device)
+        logits = self._loaded.model(**inputs, use_cache=True, logits_to_keep=kept).logits
+        return logits[list(range(len(last))), [columns.index(at) for at in last]]
+
+    def _mask(self, masks: tuple[torch.Tensor | None, torch.Tensor | None]) -> Any:
+        full, sliding = masks
+        if len(self._loaded.layer_types) > 1:
+            return {"full_attention": full, "sliding_attention": sliding}
+        return sliding if self._shape.sliding[0] else full
+
+    def _prompt_cache(self, chunks: Items[Chunk]) -> PromptCache:
+        if len(chunks) > 1 or chunks[0].is_whole:
+            return PromptCache(self._shape, len(chunks), max(len(c.sequence.prompt_ids) for c in chunks))
+        sequence = chunks[0].sequence
+        if sequence.cache is None:
+            sequence.cache = PromptCache(self._shape, 1, len(sequence.prompt_ids))
+        return sequence.cache  # type: ignore[no-any-return]
+
+    def _embed(self, ids: torch.Tensor, chunks: Items[Chunk]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Token embeddings with the images' features in their places, and what deeper layers add."""
+        spans = [span for chunk in chunks for span in chunk.images]
+        if not spans:
+            return self._loaded.embed(ids), {}
+        mask = torch.zeros(ids.shape, dtype=torch.bool, device=self._device)
+        for row, chunk in enumerate(chunks):
+            if chunk.sequence.feature_mask is not None:
+                mask[row, : chunk.stop - chunk.start] = chunk.sequence.feature_mask[chunk.start : chunk.stop]
+        # Some models number the image token beyond their embedding table.
+        embeds = self._loaded.embed(ids.masked_fill(mask, 0))
+        embeds = embeds.masked_scatter(mask[..., None], self._features(spans, "features"))
+        if not self._loaded.levels:
+            return embeds, {}
+        deeper = [self._features(spans, f"features.{level}") for level in range(1, self._loaded.levels + 1)]
+        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
+
+    def _features(self, spans: Items[ImageSpan], name: str) -> torch.Tensor:
+        rows = [span.item.tensors[name].to(self._device, self._loaded.dtype) for span in spans]
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+    def _positions(self, chunks: Items[Chunk], width: int) -> torch.Tensor:
+        """[rows, width], or [3, rows, width] when any prompt has images with positions of their own."""
+        start = chunks[0].start
+        plain = torch.arange(start, start + width, device=self._device)
+        if all(c.sequence.positions is None for c in chunks):
+            return plain.expand(len(chunks), -1)
+        positions = plain.repeat(3, len(chunks), 1)
+        for row, chunk in enumerate(chunks):
+            if chunk.sequence.positions is not None:
+                positions[:, row, : chunk.stop - chunk.start] = chunk.sequence.positions[:, chunk.start : chunk.stop]
+        return positions
+
+    def _mutual(self, chunks: Items[Chunk], total: int) -> torch.Tensor | None:
+        if all(c.sequence.mutual is None for c in chunks):
+            return None
+        blocks = torch.full((len(chunks), total), -1, device=self._device)
+        for row, chunk in enumerate(chunks):
+            if chunk.sequence.mutual is not None:
+                blocks[row, : chunk.stop] = chunk.sequence.mutual[: chunk.stop]
+        return blocks

@@ -1,0 +1,202 @@
+"""From logits to tokens: what each request asked for, over all rows of a step at once.
+
+Order: repetition, presence and frequency penalties over prompt and output tokens alike; tokens banned by min_tokens; temperature;
+top-k; top-p over what top-k left; min-p; one draw. Log probabilities are those of the model itself, before any of these.
+The draw of output token i is one number that depends on (seed, i) only, so batching and hand-overs change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dynamo.trtllm.engines.port import Sampling, StepLogprobs, TokenLogprob
+from dynamo.trtllm.errors import ClientFault
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass
+class Choice:
+    """How one request chooses its tokens. `counts` [vocabulary] is kept up to date by `note`; None without penalties."""
+
+    seed: int
+    temperature: float
+    """0 means greedy."""
+    top_k: int
+    """0 means all."""
+    top_p: float
+    min_p: float
+    repetition: float
+    presence: float
+    frequency: float
+    logprobs: int | None
+    banned: tuple[int, ...]
+    """Tokens that may not come before `min_tokens` tokens were given out."""
+    min_tokens: int
+    counts: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """The most likely token and nothing else."""
+        return self.temperature == 0.0 and self.logprobs is None and not self.has_penalties
+
+    def begin(self, token_ids: Sequence[int], vocabulary: int, device: torch.device) -> None:
+        """Count the tokens that the penalties have to know."""
+        if self.has_penalties:
+            self.counts = torch.bincount(torch.tensor(token_ids, device=device), minlength=vocabulary).float()
+
+    def note(self, token_id: int) -> None:
+        if self.counts is not None:
+            self.counts[token_id] += 1
+
+
+def make_choice(sampling: Sampling, seed: int, eos_token_ids: frozenset[int], vocabulary: int) -> Choice:
+    """The checked form of `sampling`. Raises `ClientFault` for values out of range and for what this engine does not do."""
+    _check(sampling)
+    greedy = sampling.temperature is None and sampling.top_p is None and sampling.top_k is None
+    temperature = 0.0 if greedy or sampling.top_k == 1 else 1.0 if sampling.temperature is None else sampling.temperature
+    ends = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | eos_token_ids
+    return Choice(
+        seed=seed,
+        temperature=temperature,
+        top_k=max(sampling.top_k or 0, 0),
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        min_p=sampling.min_p or 0.0,
+        repetition=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+        presence=sampling.presence_penalty or 0.0,
+        frequency=sampling.frequency_penalty or 0.0,
+        logprobs=None if sampling.logprobs is None else min(sampling.logprobs, vocabulary),
+        banned=tuple(sorted(i for i in ends if 0 <= i < vocabulary)) if sampling.min_tokens else (),
+        min_tokens=sampling.min_tokens,
+    )
+
+
+def _check(sampling: Sampling) -> None:
+    if sampling.guided is not None:
+        raise ClientFault("guided decoding is not supported by the portable engine; use the tensorrt_llm engine")
+    if sampling.prompt_logprobs is not None:
+        raise ClientFault("log probabilities of prompt tokens are not supported by the portable engine")
+    top_k = sampling.top_k
+    ranges = (
+        ("temperature", sampling.temperature, 0.0, 1e6),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("top_k", None if top_k is None else float(top_k), -1.0, math.inf),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6),
+        ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
+        ("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6),
+        ("max_tokens", sampling.max_tokens, 1, math.inf),
+        ("min_tokens", sampling.min_tokens, 0, math.inf),
+        ("logprobs", sampling.logprobs, 0, math.inf),
+    )
+    for name, value, low, high in ranges:
+        if value is not None and not low <= value <= high:
+            raise ClientFault(f"{name} must be between {low:g} and {high:g}, not {value:g}")
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        raise ClientFault(f"min_tokens is {sampling.min_tokens}, more than max_tokens, which is {sampling.max_tokens}")
+
+
+def uniform(seed: int, index: int) -> float:
+    """The draw of output token `index`, in [0, 1): two rounds of the splitmix64 finalizer (Steele, Lea, Flood 2014)."""
+    return (_mix(_mix(seed & _MASK64) ^ (index & _MASK64)) >> 11) * 2.0**-53
+
+
+def _mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)
+
+
+def sample(
+    logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]
+) -> tuple[torch.Tensor, list[StepLogprobs | None] | None]:
+    """Choose a token per row of `logits` [rows, vocabulary].
+
+    `indices` say which output token of its request each row is, from 0. Returns the tokens [rows] and, when any row asked for them,
+    a list with each row's log probabilities. Changes nothing in `choices`.
+    """
+    adjusted = logits
+    if any(c.min_tokens > i or c.has_penalties for c, i in zip(choices, indices, strict=True)):
+        adjusted = _adjust(logits.float().clone(), choices, indices)
+    tokens = adjusted.argmax(-1)
+    drawn = [row for row, c in enumerate(choices) if c.temperature > 0.0]
+    if drawn:
+        tokens[drawn] = _draw(adjusted[drawn].float(), [choices[r] for r in drawn], [indices[r] for r in drawn])
+    asked = [row for row, c in enumerate(choices) if c.logprobs is not None]
+    return tokens, _logprobs(logits, tokens, choices, asked) if asked else None
+
+
+def _adjust(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> torch.Tensor:
+    """Penalties and bans, in place."""
+    for row, (choice, index) in enumerate(zip(choices, indices, strict=True)):
+        scores = logits[row]
+        if choice.counts is not None:
+            seen = choice.counts > 0
+            if choice.repetition != 1.0:
+                penalized = torch.where(scores > 0, scores / choice.repetition, scores * choice.repetition)
+                scores.copy_(torch.where(seen, penalized, scores))
+            scores -= choice.presence * seen + choice.frequency * choice.counts
+        if choice.banned and index < choice.min_tokens:
+            scores[list(choice.banned)] = -math.inf
+    return logits
+
+
+def _draw(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> torch.Tensor:
+    """One token per row by inversion: the first token, in order of ids, at which the summed probability passes the row's draw."""
+    device = logits.device
+    column = {"device": device, "dtype": torch.float32}
+    logits = logits / torch.tensor([c.temperature for c in choices], **column)[:, None].clamp_min(1e-5)
+    if any(c.top_k or c.top_p < 1.0 for c in choices):
+        logits = _keep_likeliest(logits, choices)
+    probabilities = torch.softmax(logits, -1, dtype=torch.float64)
+    if any(c.min_p > 0.0 for c in choices):
+        floor = torch.tensor([c.min_p for c in choices], **column)[:, None] * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
+    draws = [uniform(c.seed, i) for c, i in zip(choices, indices, strict=True)]
+    summed = probabilities.cumsum(-1)
+    targets = torch.tensor(draws, device=device, dtype=torch.float64)[:, None] * summed[:, -1:]
+    tokens = torch.searchsorted(summed, targets, right=True)[:, 0]
+    likeliest = probabilities.argmax(-1)
+    return torch.where(tokens < logits.shape[1], tokens, likeliest)
+
+
+def _keep_likeliest(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    """Mask what top-k and top-p leave out. The likeliest token always stays; equal logits count by order of ids."""
+    vocabulary = logits.shape[1]
+    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    ranks = torch.arange(vocabulary, device=logits.device)
+    top_k = torch.tensor([c.top_k or vocabulary for c in choices], device=logits.device)[:, None]
+    ordered = ordered.masked_fill(ranks >= top_k, -math.inf)
+    top_p = torch.tensor([c.top_p for c in choices], device=logits.device, dtype=torch.float32)[:, None]
+    probabilities = torch.softmax(ordered, -1)
+    before = probabilities.cumsum(-1) - probabilities
+    dropped = (before >= top_p) & (top_p < 1.0) & (ranks > 0)
+    ordered = ordered.masked_fill(dropped, -math.inf)
+    return torch.full_like(logits, -math.inf).scatter_(1, order, ordered)
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, choices: Sequence[Choice], asked: Sequence[int]
+) -> list[StepLogprobs | None]:
+    """Natural log probabilities of the model's own distribution for the rows in `asked`."""
+    scores = torch.log_softmax(logits[list(asked)].float(), -1)
+    chosen = scores.gather(1, tokens[list(asked), None])
+    ranks = ((scores > chosen).sum(-1) + 1).tolist()
+    width = max(choices[row].logprobs or 0 for row in asked)
+    best, ids = scores.topk(width, -1)
+    table: list[StepLogprobs | None] = [None] * len(choices)
+    rows = zip(asked, tokens[list(asked)].tolist(), chosen[:, 0].tolist(), ranks, best.tolist(), ids.tolist(), strict=True)
+    for row, token, logprob, rank, values, top_ids in rows:
+        count = choices[row].logprobs or 0
+        top = tuple(TokenLogprob(i, v, r + 1) for r, (i, v) in enumerate(zip(top_ids[:count], values[:count], strict=True)))
+        table[row] = StepLogprobs(TokenLogprob(token, logprob, rank), top)
+    return table

@@ -1,0 +1,254 @@
+"""Continuous batching: which requests compute in the next step, what they hold, and what each step gives to them.
+
+A request waits, in order of arrival, until its KV cache blocks are free for its whole length; then its prompt is computed, in chunks
+that fit the step's budget, then it joins the batch that is decoded in one forward per step. It leaves between two steps.
+Blocks are set aside for prompt and longest output at once, so a running request never runs out of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Any
+
+import torch
+
+from dynamo.trtllm.engines.port import EngineState, Prefilled, Step, StepLogprobs
+from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.engines.transformers.options import EngineOptions
+from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
+from dynamo.trtllm.engines.transformers.sampling import sample
+from dynamo.trtllm.engines.transformers.sequence import Sequence, Stage
+from dynamo.trtllm.engines.transformers.state import pack_state
+from dynamo.trtllm.errors import EngineFault
+
+logger = logging.getLogger(__name__)
+
+_MAX_PREFILL_ROWS = 32
+
+
+class Scheduler:
+    """All sequences of the engine. Owned by the engine's thread; `events` are taken by the worker after each phase."""
+
+    def __init__(self, loaded: LoadedModel, options: EngineOptions, total_blocks: int) -> None:
+        self._runner = ModelRunner(loaded, options.max_batch_size)
+        self._options = options
+        self._vocabulary, self._device = loaded.vocabulary, loaded.device
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._all_plain = True
+        self._tokens = torch.zeros(options.max_batch_size, 1, dtype=torch.long, device=self._device)
+        self._positions = torch.zeros(options.max_batch_size, 1, dtype=torch.long, device=self._device)
+        self.events: list[tuple[Any, Any]] = []
+        self.total_blocks = total_blocks
+        self.used_blocks = 0
+        self.generated_tokens = 0
+        self.prompt_tokens = 0
+
+    @property
+    def active(self) -> int:
+        return len(self._running) + len(self._prefilling)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._prefilling or self._waiting)
+
+    def sequences(self) -> list[Sequence]:
+        return [*self._waiting, *self._prefilling, *self._running]
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget `sequence` and free what it holds. Does nothing when it is finished."""
+        if sequence.finished:
+            return
+        if sequence.row >= 0:
+            self._leave(sequence)
+        elif sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+            self._free(sequence)
+        else:
+            self._waiting.remove(sequence)
+            sequence.finished = True
+            sequence.release()
+
+    def prefill_step(self) -> None:
+        """Admit who fits, then compute at most one batch of prompts or one chunk of a long one."""
+        self._admit()
+        chunks = self._next_chunks()
+        if not chunks:
+            return
+        try:
+            logits = self._runner.prefill(chunks)
+        except Exception as error:
+            self._prefill_failed(chunks, error)
+            return
+        self._account(chunks, logits)
+
+    def decode_step(self) -> None:
+        """One token for every running request. An exception leaves the batch unusable: the engine is dead."""
+        rows = len(self._running)
+        if not rows:
+            return
+        logits = self._runner.decode(self._tokens[:rows], self._positions[:rows])
+        self._positions[:rows] += 1
+        logprobs: list[StepLogprobs | None] | None = None
+        if self._all_plain:
+            tokens = logits.argmax(-1)
+        else:
+            tokens, logprobs = self._sample(logits, self._running)
+        self._tokens[:rows, 0] = tokens
+        self.generated_tokens += rows
+        ended = []
+        for row, token in enumerate(tokens.tolist()):
+            sequence = self._running[row]
+            step = sequence.take(token, None if logprobs is None else logprobs[row])
+            self.events.append((sequence.sink, step))
+            if step.finish is not None:
+                ended.append(sequence)
+        for sequence in ended:
+            self._leave(sequence)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            sequence = self._waiting[0]
+            rows = len(self._running) + sum(s.stage is not Stage.PREFILL for s in self._prefilling)
+            if sequence.stage is not Stage.PREFILL and rows >= self._options.max_batch_size:
+                return
+            if sequence.blocks > self.total_blocks - self.used_blocks:
+                return
+            self._waiting.popleft()
+            self.used_blocks += sequence.blocks
+            try:
+                if sequence.stage is Stage.DECODE:
+                    self._attach(sequence)
+                else:
+                    self._runner.prepare(sequence)
+                    self._prefilling.append(sequence)
+            except Exception as error:
+                self._fail(sequence, error)
+
+    def _attach(self, sequence: Sequence) -> None:
+        """Take over a request whose context stage ran elsewhere."""
+        first = sequence.last_token
+        sequence.choice.begin((*sequence.prompt_ids, first), self._vocabulary, self._device)
+        self._join(sequence)
+
+    def _next_chunks(self) -> list[Chunk]:
+        if not self._prefilling:
+            return []
+        budget = self._options.max_num_tokens
+        first = self._prefilling[0]
+        length = len(first.prompt_ids)
+        if self._options.chunked_prefill and (first.computed or length > budget):
+            return [Chunk(first, first.computed, _chunk_end(first, budget))]
+        chunks, width = [Chunk(first, 0, length)], length
+        for sequence in self._prefilling[1:_MAX_PREFILL_ROWS]:
+            length = len(sequence.prompt_ids)
+            width = max(width, length)
+            if sequence.computed or width * (len(chunks) + 1) > budget:
+                break
+            chunks.append(Chunk(sequence, 0, length))
+        return chunks
+
+    def _prefill_failed(self, chunks: list[Chunk], error: Exception) -> None:
+        """Fail the one request at fault: of several, each is tried alone."""
+        if len(chunks) == 1:
+            self._prefilling.remove(chunks[0].sequence)
+            self._fail(chunks[0].sequence, error)
+            return
+        for chunk in chunks:
+            try:
+                logits = self._runner.prefill([chunk])
+            except Exception as own:
+                self._prefill_failed([chunk], own)
+            else:
+                self._account([chunk], logits)
+
+    def _account(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
+        self.prompt_tokens += sum(c.stop - c.start for c in chunks)
+        done = [row for row, c in enumerate(chunks) if c.stop == len(c.sequence.prompt_ids)]
+        if not done:
+            return
+        sequences = [chunks[row].sequence for row in done]
+        for sequence in sequences:
+            self._prefilling.remove(sequence)
+            sequence.choice.begin(sequence.prompt_ids, self._vocabulary, self._device)
+        finite = torch.isfinite(logits[done]).all(-1).tolist()
+        tokens, logprobs = self._sample(logits[done], sequences)
+        for at, (sequence, token) in enumerate(zip(sequences, tokens.tolist(), strict=True)):
+            if not finite[at]:
+                self._fail(sequence, ArithmeticError("logits are not finite"))
+                continue
+            self.generated_tokens += 1
+            self._first_token(sequence, sequence.take(token, logprobs[at] if logprobs else None))
+
+    def _first_token(self, sequence: Sequence, step: Step) -> None:
+        if sequence.stage is Stage.PREFILL:
+            state = None if step.finish else self._state(sequence)
+            self.events.append((sequence.sink, Prefilled(step, sequence.prompt_ids, state)))
+            self._free(sequence)
+            return
+        self.events.append((sequence.sink, step))
+        if step.finish is not None:
+            self._free(sequence)
+            return
+        self._join(sequence)
+
+    def _state(self, sequence: Sequence) -> EngineState:
+        assert sequence.keys is not None
+        assert sequence.values is not None
+        return pack_state(sequence.keys, sequence.values, sequence.rope_delta, sequence.choice.seed)
+
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, list[StepLogprobs | None] | None]:
+        return sample(logits, [s.choice for s in sequences], [s.output for s in sequences])
+
+    def _join(self, sequence: Sequence) -> None:
+        assert sequence.keys is not None
+        assert sequence.values is not None
+        row = self._runner.batch.join(sequence.keys, sequence.values)
+        sequence.row = row
+        sequence.keys = sequence.values = None
+        self._running.append(sequence)
+        self._tokens[row, 0] = sequence.last_token
+        self._positions[row, 0] = len(sequence.prompt_ids) + sequence.output - 1 + sequence.rope_delta
+        self._all_plain = self._all_plain and sequence.choice.is_plain
+
+    def _leave(self, sequence: Sequence) -> None:
+        row, last = sequence.row, self._running[-1]
+        self._runner.batch.leave(row)
+        self._tokens[row] = self._tokens[last.row]
+        self._positions[row] = self._positions[last.row]
+        self._running[row] = last
+        last.row = row
+        self._running.pop()
+        sequence.row = -1
+        self._all_plain = all(s.choice.is_plain for s in self._running)
+        self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self.used_blocks -= sequence.blocks
+        sequence.finished = True
+        sequence.release()
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        logger.error("a request failed in the engine", exc_info=error)
+        fault = EngineFault("the engine failed on this request")
+        fault.__cause__ = error
+        self.events.append((sequence.sink, fault))
+        self._free(sequence)
+
+
+def _chunk_end(sequence: Sequence, budget: int) -> int:
+    """Where the next chunk of at most `budget` tokens ends: never inside an image, whose tokens may see one another."""
+    end = min(sequence.computed + budget, len(sequence.prompt_ids))
+    for span in sequence.images:
+        if span.start < end < span.stop:
+            return span.start if span.start > sequence.computed else span.stop
+    return end

@@ -1,0 +1,93 @@
+"""One request inside the engine: what it asked for, how far it is, and what it holds. Touched by the engine's thread only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from dynamo.trtllm.engines.port import EncodedImage, FinishReason, Step, StepLogprobs, Usage
+from dynamo.trtllm.engines.transformers.sampling import Choice
+
+
+class Stage(Enum):
+    """What a request wants: both stages, only the context stage, or only what follows it."""
+
+    GENERATE = "generate"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """An image's place in the prompt: `token_ids[start:stop]`, of which `rows` stand for its rows of features."""
+
+    item: EncodedImage
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request. `sink` stands for whoever waits for it; the engine hands events to it, this class never looks inside."""
+
+    stage: Stage
+    prompt_ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...]
+    choice: Choice
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    blocks: int
+    """KV cache blocks that are set aside for it while it runs."""
+    sink: Any = field(repr=False)
+    output: int = 0
+    """Tokens given out so far, the first included."""
+    last_token: int = 0
+    computed: int = 0
+    """Prompt tokens whose keys and values exist."""
+    keys: torch.Tensor | None = field(default=None, repr=False)
+    values: torch.Tensor | None = field(default=None, repr=False)
+    """[layers, kv_heads, tokens, dim], between context stage and batch."""
+    cache: Any = field(default=None, repr=False)
+    """The prompt cache, while a long prompt is computed in chunks."""
+    positions: torch.Tensor | None = field(default=None, repr=False)
+    """[3, tokens] of the prompt where images have positions of their own."""
+    feature_mask: torch.Tensor | None = field(default=None, repr=False)
+    """[tokens], True where a row of features stands."""
+    mutual: torch.Tensor | None = field(default=None, repr=False)
+    """[tokens], the image's number where its tokens see one another, else -1."""
+    rope_delta: int = 0
+    """What is added to a token's index to give its position after the prompt."""
+    row: int = -1
+    finished: bool = False
+    cancelled: bool = False
+
+    def take(self, token: int, logprobs: StepLogprobs | None) -> Step:
+        """Account for the next output token; `Step.finish` is set when it ended the request."""
+        ended: FinishReason | None = None
+        if self.output >= self.choice.min_tokens:
+            if token in self.eos_ids:
+                ended = "eos"
+            elif token in self.stop_ids:
+                ended = "stop"
+        if ended is not None:
+            self.finished = True
+            reason = token if ended == "stop" else None
+            return Step((), None, ended, reason, Usage(len(self.prompt_ids), self.output))
+        self.output += 1
+        self.last_token = token
+        self.choice.note(token)
+        entries = None if logprobs is None else (logprobs,)
+        if self.output < self.max_new_tokens:
+            return Step((token,), entries)
+        self.finished = True
+        return Step((token,), entries, "length", None, Usage(len(self.prompt_ids), self.output))
+
+    def release(self) -> None:
+        """Drop all tensors."""
+        self.keys = self.values = self.cache = self.positions = self.feature_mask = self.mutual = None
+        self.images = ()
+        self.choice.counts = None

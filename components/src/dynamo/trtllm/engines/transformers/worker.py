@@ -1,0 +1,219 @@
+"""The one thread that owns the model: it loads it, runs the step loop, and hands results to the event loop once per phase."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, PixelInputs
+from dynamo.trtllm.engines.transformers.scheduler import Scheduler
+from dynamo.trtllm.engines.transformers.sequence import Sequence
+from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
+
+logger = logging.getLogger(__name__)
+
+_MAX_ENCODE_BATCH = 16
+
+
+@dataclass(eq=False)
+class EncodeJob:
+    """One image on its way through the vision tower."""
+
+    pixels: PixelInputs
+    sink: Any
+    cancelled: bool = False
+
+
+class Sink:
+    """What one waiting coroutine receives, in order. Everything but the constructor runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Any:
+        """The next item; an exception that was put is raised."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+class Worker:
+    """Runs `setup` and then the step loop in a thread of its own.
+
+    `submit` and `cancel` are called on the event loop; they and the thread share the command queue and `dead`, nothing else.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._commands: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._encodes: deque[EncodeJob] = deque()
+        self._scheduler: Scheduler | None = None
+        self._encoder: ImageEncoder | None = None
+        self.encoded_images = 0
+        self.dead: WorkerError | None = None
+
+    async def start(self, setup: Callable[[], tuple[Scheduler, ImageEncoder | None]]) -> None:
+        """Start the thread and wait until `setup` has run in it; its exception is raised here."""
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._main, args=(setup, ready), name="engine", daemon=True)
+        self._thread.start()
+        await ready
+
+    def require_alive(self) -> None:
+        """Raises what ended the engine when it has ended."""
+        if self.dead is not None:
+            raise self.dead
+
+    def submit(self, item: Sequence | EncodeJob) -> None:
+        """Queue a request. Raises what ended the engine when it has ended."""
+        self.require_alive()
+        self._commands.put(("add", item))
+
+    def cancel(self, item: Sequence | EncodeJob) -> None:
+        """Forget a request at the next step; does nothing when it is finished."""
+        self._commands.put(("cancel", item))
+
+    async def stop(self) -> None:
+        """End the thread after its current step; requests in it end with `ShuttingDown`. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._commands.put(("stop", None))
+            await asyncio.to_thread(thread.join)
+
+    def stats(self) -> dict[str, float]:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return {}
+        return {
+            "active_requests": scheduler.active,
+            "waiting_requests": scheduler.waiting,
+            "used_kv_blocks": scheduler.used_blocks,
+            "total_kv_blocks": scheduler.total_blocks,
+            "encoded_images_total": self.encoded_images,
+            "generated_tokens_total": scheduler.generated_tokens,
+            "prompt_tokens_total": scheduler.prompt_tokens,
+        }
+
+    def _main(self, setup: Callable[[], tuple[Scheduler, ImageEncoder | None]], ready: asyncio.Future[None]) -> None:
+        with torch.inference_mode():
+            try:
+                self._scheduler, self._encoder = setup()
+            except BaseException as error:
+                self.dead = EngineDead("the engine did not start")
+                self._call(_settle, ready, error)
+                return
+            self._call(_settle, ready, None)
+            try:
+                self._run(self._scheduler)
+                self.dead = ShuttingDown("the engine has been closed")
+            except Exception as error:
+                logger.critical("the engine's step failed; no request can be served any more", exc_info=error)
+                self.dead = EngineDead("the engine failed and serves no further request")
+                self.dead.__cause__ = error
+            self._end_all(self._scheduler, self.dead)
+
+    def _run(self, scheduler: Scheduler) -> None:
+        while self._take_commands(scheduler):
+            if self._encodes:
+                self._encode_step()
+                self._flush(scheduler)
+            scheduler.prefill_step()
+            self._flush(scheduler)
+            scheduler.decode_step()
+            self._flush(scheduler)
+
+    def _take_commands(self, scheduler: Scheduler) -> bool:
+        """Carry out what was asked since the last step, waiting for something when there is no work. False: stop."""
+        idle = not scheduler.has_work and not self._encodes
+        while idle or not self._commands.empty():
+            name, item = self._commands.get()
+            idle = False
+            if name == "stop":
+                return False
+            self._carry_out(scheduler, name, item)
+        return True
+
+    def _carry_out(self, scheduler: Scheduler, name: str, item: Any) -> None:
+        if isinstance(item, EncodeJob):
+            if name == "add":
+                self._encodes.append(item)
+            elif item in self._encodes:
+                self._encodes.remove(item)
+        elif name == "add":
+            scheduler.add(item)
+        else:
+            scheduler.cancel(item)
+
+    def _encode_step(self) -> None:
+        """Encode what has gathered while the last step ran, up to a batch."""
+        jobs = [self._encodes.popleft() for _ in range(min(len(self._encodes), _MAX_ENCODE_BATCH))]
+        assert self._scheduler is not None
+        self._scheduler.events.extend(self._encode(jobs))
+
+    def _encode(self, jobs: list[EncodeJob]) -> list[tuple[Any, Any]]:
+        assert self._encoder is not None
+        try:
+            images = self._encoder.encode([job.pixels for job in jobs])
+        except Exception as error:
+            if len(jobs) > 1:
+                return [event for job in jobs for event in self._encode([job])]
+            logger.error("an image failed in the vision tower", exc_info=error)
+            fault = EngineFault("the engine failed on this image")
+            fault.__cause__ = error
+            return [(jobs[0].sink, fault)]
+        self.encoded_images += len(jobs)
+        return [(job.sink, image) for job, image in zip(jobs, images, strict=True)]
+
+    def _end_all(self, scheduler: Scheduler, reason: WorkerError) -> None:
+        sinks = [s.sink for s in scheduler.sequences()] + [job.sink for job in self._encodes]
+        while not self._commands.empty():
+            name, item = self._commands.get()
+            if name == "add":
+                sinks.append(item.sink)
+        scheduler.events.extend((sink, reason) for sink in sinks)
+        self._flush(scheduler)
+        self._scheduler = self._encoder = None
+
+    def _flush(self, scheduler: Scheduler) -> None:
+        if scheduler.events:
+            events, scheduler.events = scheduler.events, []
+            self._call(_deliver, events)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the event loop is closed: nobody waits any more
+            self._commands.put(("stop", None))
+
+
+def _deliver(events: list[tuple[Sink, Any]]) -> None:
+    for sink, item in events:
+        sink.put(item)
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,248 @@
+"""Tiny random models of every family that the portable engine serves, saved as directories like a real checkpoint.
+
+Weights are drawn wide enough (0.15) for a greedy answer to wander over the vocabulary. Nothing is downloaded: tokenizers and image
+processors are built in code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
+from dynamo.trtllm.engines.transformers.engine import TransformersEngine
+
+VOCABULARY = 200
+IMAGE, VIDEO, BEGIN, END, BREAK, GAP = 7, 8, 9, 10, 11, 12
+_SPECIAL = {
+    0: "<pad>",
+    1: "<s>",
+    2: "</s>",
+    3: "<unk>",
+    IMAGE: "<|image_pad|>",
+    VIDEO: "<|video_pad|>",
+    BEGIN: "<|vision_start|>",
+    END: "<|vision_end|>",
+    BREAK: "<|break|>",
+}
+_PATCH = 14
+
+
+def tokenizer(**names: str) -> Any:
+    """Words `w13` ... for ids from 13 on; `names` are further special tokens by attribute."""
+    words = {_SPECIAL.get(i, "\n\n" if i == GAP else f"w{i}"): i for i in range(VOCABULARY)}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    for token in _SPECIAL.values():
+        core.add_special_tokens([token])
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens=names,
+    )
+
+
+def text_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+
+
+_CLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": _PATCH,
+}
+
+
+def _qwen(name: str, **vision: Any) -> tuple[Any, Any]:
+    text = text_config(rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0})
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "patch_size": _PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        **vision,
+    }
+    config = getattr(tf, f"{name}Config")(
+        text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END
+    )
+    size = {"shortest_edge": 56 * 56, "longest_edge": 224 * 224}
+    images = tf.Qwen2VLImageProcessor(patch_size=_PATCH, merge_size=2, temporal_patch_size=2, size=size)
+    videos = (tf.Qwen3VLVideoProcessor if name == "Qwen3VL" else tf.Qwen2VLVideoProcessor)(patch_size=_PATCH)
+    words = tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>")
+    processor = {"Qwen2VL": tf.Qwen2VLProcessor, "Qwen2_5_VL": tf.Qwen2_5_VLProcessor, "Qwen3VL": tf.Qwen3VLProcessor}[name]
+    model = getattr(tf, f"{name}ForConditionalGeneration")(config)
+    return model, processor(image_processor=images, tokenizer=words, video_processor=videos)
+
+
+def qwen2_vl() -> tuple[Any, Any]:
+    return _qwen("Qwen2VL", embed_dim=32, hidden_size=64)
+
+
+def qwen2_5_vl() -> tuple[Any, Any]:
+    return _qwen("Qwen2_5_VL", fullatt_block_indexes=[1], window_size=56)
+
+
+def qwen3_vl() -> tuple[Any, Any]:
+    return _qwen("Qwen3VL", deepstack_visual_indexes=[0, 1])
+
+
+def llava() -> tuple[Any, Any]:
+    config = tf.LlavaConfig(
+        text_config=tf.LlamaConfig(**text_config()),
+        vision_config=tf.CLIPVisionConfig(**_CLIP, projection_dim=32),
+        image_token_id=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+    )
+    images = tf.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    words = tokenizer(image_token="<|image_pad|>")
+    processor = tf.LlavaProcessor(
+        image_processor=images,
+        tokenizer=words,
+        patch_size=_PATCH,
+        vision_feature_select_strategy="default",
+        image_token="<|image_pad|>",
+        num_additional_image_tokens=1,
+    )
+    return tf.LlavaForConditionalGeneration(config), processor
+
+
+def llava_next() -> tuple[Any, Any]:
+    pinpoints = [[28, 56], [56, 28], [56, 56]]
+    config = tf.LlavaNextConfig(
+        text_config=tf.MistralConfig(**text_config(sliding_window=8)),
+        vision_config=tf.CLIPVisionConfig(**_CLIP, projection_dim=32),
+        image_token_id=IMAGE,
+        vision_feature_layer=-1,
+        image_grid_pinpoints=pinpoints,
+    )
+    images = tf.LlavaNextImageProcessor(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=pinpoints
+    )
+    processor = tf.LlavaNextProcessor(
+        image_processor=images,
+        tokenizer=tokenizer(image_token="<|image_pad|>"),
+        patch_size=_PATCH,
+        vision_feature_select_strategy="default",
+        image_token="<|image_pad|>",
+        num_additional_image_tokens=1,
+    )
+    return tf.LlavaNextForConditionalGeneration(config), processor
+
+
+def mistral3() -> tuple[Any, Any]:
+    vision = tf.PixtralVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=112, patch_size=_PATCH
+    )
+    config = tf.Mistral3Config(text_config=tf.MistralConfig(**text_config()), vision_config=vision, image_token_id=IMAGE)
+    images = tf.PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": _PATCH, "width": _PATCH})
+    processor = tf.PixtralProcessor(
+        image_processor=images,
+        tokenizer=tokenizer(),
+        patch_size=_PATCH,
+        spatial_merge_size=2,
+        image_token="<|image_pad|>",
+        image_break_token="<|break|>",
+        image_end_token="<|vision_end|>",
+    )
+    return tf.Mistral3ForConditionalGeneration(config), processor
+
+
+def gemma3() -> tuple[Any, Any]:
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = tf.Gemma3TextConfig(**text_config(sliding_window=8, layer_types=layers, query_pre_attn_scalar=16))
+    config = tf.Gemma3Config(
+        text_config=text,
+        vision_config=tf.SiglipVisionConfig(**_CLIP, vision_use_head=False),
+        mm_tokens_per_image=4,
+        image_token_id=IMAGE,
+        image_token_index=IMAGE,
+        boi_token_index=BEGIN,
+        eoi_token_index=END,
+    )
+    images = tf.Gemma3ImageProcessor(size={"height": 28, "width": 28})
+    words = tokenizer(image_token="<|image_pad|>", boi_token="<|vision_start|>", eoi_token="<|vision_end|>")
+    return tf.Gemma3ForConditionalGeneration(config), tf.Gemma3Processor(images, words, image_seq_length=4)
+
+
+def text_llama() -> tuple[Any, Any]:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**text_config())), tokenizer()
+
+
+def text_gemma2() -> tuple[Any, Any]:
+    config = tf.Gemma2Config(**text_config(sliding_window=8, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"] * 2))
+    return tf.Gemma2ForCausalLM(config), tokenizer()
+
+
+def text_gpt2() -> tuple[Any, Any]:
+    config = tf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2)
+    return tf.GPT2LMHeadModel(config), tokenizer()
+
+
+MULTIMODAL: Mapping[str, Callable[[], tuple[Any, Any]]] = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "llava": llava,
+    "llava_next": llava_next,
+    "mistral3": mistral3,
+    "gemma3": gemma3,
+}
+TEXT: Mapping[str, Callable[[], tuple[Any, Any]]] = {"llama": text_llama, "gemma2": text_gemma2, "gpt2": text_gpt2}
+
+
+def save_tiny_model(family: str, directory: Path) -> Path:
+    """Write the tiny model of `family`, with processor or tokenizer, into `directory`; the same weights every time."""
+    torch.manual_seed(0)
+    model, processor = (MULTIMODAL.get(family) or TEXT[family])()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = 2
+    model.eval().save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return directory
+
+
+def make_tiny_engine(directory: Path, family: str = "qwen2_vl", **args: Any) -> TransformersEngine:
+    """A portable engine, not started, over the tiny model of `family`, which is saved into `directory` if it is not there.
+
+    `args` are engine arguments under TensorRT-LLM's names.
+    """
+    if not (directory / "config.json").exists():
+        save_tiny_model(family, directory)
+    modality = Modality.MULTIMODAL if family in MULTIMODAL else Modality.TEXT
+    config = EngineConfig(
+        kind=EngineKind.TRANSFORMERS, model_path=str(directory), modality=modality, device="cpu", torch_threads=1, args=args
+    )
+    return TransformersEngine(config)
