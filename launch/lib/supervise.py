@@ -40,6 +40,7 @@ from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 POLL_S = 0.2
+MAX_POLL_S = 1.0
 PROGRESS_S = 5.0
 LOG_TAIL_LINES = 30
 MAX_LINE_BYTES = 1 << 20
@@ -128,6 +129,8 @@ class Supervisor:
         self._readers: list[asyncio.Task[None]] = []
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._environment: dict[str, str] = {}
+        if plan.log or not sys.stdout.isatty():
+            self._environment["DYN_SDK_DISABLE_ANSI_LOGGING"] = "1"
         self._output = open(plan.log, "ab") if plan.log else sys.stdout.buffer  # noqa: SIM115 - lives as long as the process
 
     async def run(self) -> int:
@@ -197,7 +200,10 @@ class Supervisor:
         raise Interrupted(f"{number.name}, ending", 128 + number)
 
     async def _listed(self) -> None:
-        """Returns when the model is listed; says every few seconds that it is still waiting."""
+        """Returns when the model is listed; says every few seconds that it is still waiting.
+
+        Asks less often as the wait grows: the frontend logs every request.
+        """
         started = spoke = time.monotonic()
         say(f"started {', '.join(self._processes)}; waiting for {self._plan.model}")
         while self._plan.model not in await asyncio.to_thread(_models, self._plan.url):
@@ -207,7 +213,7 @@ class Supervisor:
             if now - spoke > PROGRESS_S:
                 spoke = now
                 say(f"waiting for {self._plan.model}, {now - started:.0f} s")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(min(MAX_POLL_S, max(POLL_S, (now - started) / 20)))
 
     async def _serve(self) -> int:
         """Runs the client and returns its status; without a client, waits for ever."""
