@@ -267,5 +267,6 @@ def _turn_of(image: Image.Image) -> Image.Transpose | None:
     if "exif" not in image.info:
         return None
     with suppress(Exception):
-        return _UPRIGHT.get(image.getexif().get(_EXIF_ORIENTATION))
+        orientation = image.getexif().get(_EXIF_ORIENTATION)
+        return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     return None
