@@ -63,4 +63,4 @@ def mark(memory: torch.Tensor, generation: int) -> None:
 
 def is_marked(memory: torch.Tensor, generation: int) -> bool:
     """True when `generation` stands both before and after the payload."""
-    return int(memory[:8].view(torch.int64)) == generation == int(memory[-TRAILER_BYTES:].view(torch.int64))
+    return memory[:8].view(torch.int64).item() == generation == memory[-TRAILER_BYTES:].view(torch.int64).item()

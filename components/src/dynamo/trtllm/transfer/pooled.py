@@ -148,7 +148,11 @@ class PooledTransfer(Transfer):
 
     async def start(self) -> None:
         await self._connect()
-        pool = await self._pool_for("cpu")
+        try:
+            pool = await self._pool_for("cpu")
+        except BaseException:
+            await self._disconnect()
+            raise
         self._beacon = await pool.allocate(HEADER_BYTES, 0.0)
         self._beacon.memory.zero_()
         self._housekeeper = asyncio.create_task(self._housekeeping(), name="transfer-housekeeping")

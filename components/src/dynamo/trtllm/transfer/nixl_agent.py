@@ -1,0 +1,340 @@
+"""One NIXL agent and the thread that owns it. All calls into NIXL are made on that thread, which also finds
+completions.
+
+A thread because posting a READ may copy the whole payload before it returns (UCX over shared memory does), which must not
+hold up the event loop. The thread sleeps while nothing is outstanding; otherwise it looks again after a pause that grows
+with the time it has waited, so that a completion is seen within a few percent of the time that it took. Knows addresses
+and peers, not tensors or offers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dynamo.trtllm.errors import PeerFault, StartupError
+from dynamo.trtllm.transfer.descriptor import PeerIdentity
+from dynamo.trtllm.transfer.pooled import ConnectionLost
+
+logger = logging.getLogger(__name__)
+
+READ_PAUSE_S = 0.001
+"""Longest pause between two looks at reads in flight."""
+OFFER_PAUSE_S = 0.005
+"""Longest pause between two looks for acknowledgements."""
+SPIN_S = 50e-6
+"""Shorter pauses only yield: the kernel's timers are no finer."""
+MAX_PEERS = 1024
+"""Connections that are kept; the one unused for longest goes first."""
+ACKNOWLEDGEMENT = b"dynamo-trtllm-ack:"
+
+
+class Place(NamedTuple):
+    """Bytes on a device. `device` is `cpu` or `cuda`."""
+
+    device: str
+    device_index: int
+    address: int
+    nbytes: int
+
+    @property
+    def memory_type(self) -> str:
+        """NIXL's name for the kind of memory."""
+        return "VRAM" if self.device == "cuda" else "DRAM"
+
+
+@dataclass(eq=False)
+class _Read:
+    peer: str
+    handle: Any
+    posted: float
+    finished: asyncio.Future[None]
+
+
+class AgentThread:
+    """Owner of a NIXL agent. Public methods are called on the event loop, those with an underscore run on the thread.
+
+    `on_acknowledged` is called on the event loop with the generations that readers acknowledged. `expects_acknowledgements` is
+    asked on the thread. A read that has not ended after `abandon_after_s` is given up together with the connection to its peer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        abandon_after_s: float,
+        on_acknowledged: Callable[[list[int]], None],
+        expects_acknowledgements: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self.metadata = ""
+        """Base64 of what peers need to read all memory registered so far. Written by the thread, read anywhere."""
+        self._abandon_after_s = abandon_after_s
+        self._on_acknowledged = on_acknowledged
+        self._expects_acknowledgements = expects_acknowledgements
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="nixl-transfer", daemon=True)
+        self._stopping = False
+        self._agent: Any = None
+        self._registrations: dict[int, Any] = {}
+        self._peers: dict[str, PeerIdentity] = {}
+        self._reads: list[_Read] = []
+        self._last_offer = time.perf_counter()
+
+    # On the event loop.
+
+    async def start(self) -> None:
+        """Make the agent. Raises `StartupError` when NIXL or its UCX backend is not usable."""
+        self._thread.start()
+        try:
+            await self._call(self._make_agent)
+        except Exception as error:
+            await self.stop()
+            if isinstance(error, StartupError):
+                raise
+            raise StartupError("NIXL cannot start on this machine; install nixl with its UCX backend") from error
+
+    async def stop(self) -> None:
+        """End reads in flight, drop the agent and end the thread. Calling again does nothing."""
+        if self._thread.is_alive():
+            self._jobs.put(self._stop)
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def register(self, memory: Any) -> Any:
+        """Register a tensor with the agent; returns what `unregister` takes."""
+        return await self._call(lambda: self._register(memory))
+
+    async def unregister(self, registration: Any) -> None:
+        """Undo `register`. The tensor must live until this returns."""
+        await self._call(lambda: self._unregister(registration))
+
+    def read(self, sender: PeerIdentity, source: Place, target: Place) -> asyncio.Future[None]:
+        """Start a READ. The future completes when the transport will not touch `target` any more."""
+        finished: asyncio.Future[None] = self._loop.create_future()
+        self._jobs.put(lambda: self._post_read(sender, source, target, finished))
+        return finished
+
+    def acknowledge(self, sender: PeerIdentity, generation: int) -> None:
+        """Send an acknowledgement, without waiting; failures are logged only."""
+        self._jobs.put(lambda: self._send_acknowledgement(sender, generation))
+
+    def expect_acknowledgement(self) -> None:
+        """An offer was made: look for its acknowledgement from now on."""
+        self._last_offer = time.perf_counter()
+        self._jobs.put(lambda: None)
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        finished: asyncio.Future[Any] = self._loop.create_future()
+
+        def job() -> None:
+            try:
+                self._finish(finished, work())
+            except Exception as error:
+                self._fail(finished, error)
+
+        self._jobs.put(job)
+        return await asyncio.shield(finished)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_jobs()
+            if self._reads:
+                self._look_at_reads()
+            if self._agent is not None:
+                self._look_at_notifications()
+
+    def _take_jobs(self) -> None:
+        """Do what is queued; if nothing is, wait for it as long as the outstanding transfers allow."""
+        pause_s = self._pause_s()
+        if pause_s is not None and pause_s < SPIN_S:
+            time.sleep(0)
+            pause_s = 0.0
+        with suppress(queue.Empty):
+            self._jobs.get(pause_s != 0.0, pause_s)()
+            while True:
+                self._jobs.get_nowait()()
+
+    def _pause_s(self) -> float | None:
+        now = time.perf_counter()
+        if self._reads:
+            return min((now - self._reads[-1].posted) / 16, READ_PAUSE_S)
+        if self._expects_acknowledgements():
+            return min(SPIN_S + (now - self._last_offer) / 16, OFFER_PAUSE_S)
+        return None
+
+    def _make_agent(self) -> None:
+        # The libraries read these when they are loaded; without them every lost peer is a line on stderr.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        raise_log_errors = logging.raiseExceptions
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise StartupError("NIXL is not installed; install the nixl package") from error
+        finally:
+            logging.raiseExceptions = raise_log_errors
+        library_logger = logging.getLogger("nixl")
+        library_logger.handlers.clear()
+        library_logger.propagate = True
+        library_logger.setLevel(logging.WARNING)
+        agent = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
+        if "UCX" not in agent.backends:
+            raise StartupError("NIXL has no UCX backend on this machine; install nixl with UCX")
+        self._agent = agent
+        self._renew_metadata()
+
+    def _renew_metadata(self) -> None:
+        self.metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
+
+    def _register(self, memory: Any) -> Any:
+        if memory.is_cuda:
+            import torch
+
+            torch.cuda.set_device(memory.device)
+        registration = self._agent.register_memory(memory)
+        self._registrations[id(registration)] = registration
+        self._renew_metadata()
+        return registration
+
+    def _unregister(self, registration: Any) -> None:
+        self._registrations.pop(id(registration))
+        self._agent.deregister_memory(registration)
+        self._renew_metadata()
+
+    def _require_peer(self, peer: PeerIdentity) -> str:
+        """Connect to `peer` unless that is done. Raises `ConnectionLost` or `PeerFault`."""
+        known = self._peers.pop(peer.agent, None)
+        if known is None:
+            for agent in [agent for agent, other in self._peers.items() if other.name == peer.name]:
+                self._forget(agent)
+            while len(self._peers) >= MAX_PEERS:
+                self._forget(next(iter(self._peers)))
+        if known is None or known.metadata != peer.metadata:
+            self._load_metadata(peer)
+        self._peers[peer.agent] = peer
+        return peer.agent
+
+    def _load_metadata(self, peer: PeerIdentity) -> None:
+        from nixl._bindings import nixlMismatchError
+
+        try:
+            agent = self._agent.add_remote_agent(base64.b64decode(peer.metadata, validate=True))
+        except (binascii.Error, nixlMismatchError) as error:
+            raise PeerFault("the other worker's connection data cannot be used by this one") from error
+        except Exception as error:
+            self._forget(peer.agent)
+            raise ConnectionLost from error
+        if (agent.decode() if isinstance(agent, bytes) else agent) != peer.agent:
+            raise PeerFault("the other worker's connection data belongs to another one")
+
+    def _forget(self, agent: str) -> None:
+        self._peers.pop(agent, None)
+        with suppress(Exception):
+            self._agent.remove_remote_agent(agent)
+
+    def _post_read(self, sender: PeerIdentity, source: Place, target: Place, finished: asyncio.Future[None]) -> None:
+        from nixl._bindings import nixlNotFoundError
+
+        try:
+            peer = self._require_peer(sender)
+            handle = self._agent.initialize_xfer("READ", self._describe(target), self._describe(source), peer)
+            read = _Read(peer, handle, time.perf_counter(), finished)
+            self._conclude(read, self._agent.transfer(handle))
+        except nixlNotFoundError as error:
+            self._fail(finished, PeerFault("the other worker's data is not where its message says"), error)
+        except (PeerFault, ConnectionLost) as error:
+            self._fail(finished, error)
+        except Exception as error:
+            self._forget(sender.agent)
+            self._fail(finished, ConnectionLost(), error)
+
+    def _describe(self, place: Place) -> Any:
+        return self._agent.get_xfer_descs([(place.address, place.nbytes, place.device_index)], mem_type=place.memory_type)
+
+    def _conclude(self, read: _Read, state: str) -> None:
+        """Finish a read by its state: done, failed, or to be looked at again."""
+        if state == "PROC":
+            if read not in self._reads:
+                self._reads.append(read)
+            return
+        if read in self._reads:
+            self._reads.remove(read)
+        self._release(read)
+        if state == "DONE":
+            self._finish(read.finished, None)
+        else:
+            self._forget(read.peer)
+            self._fail(read.finished, ConnectionLost())
+
+    def _look_at_reads(self) -> None:
+        for read in list(self._reads):
+            try:
+                state = self._agent.check_xfer_state(read.handle)
+            except Exception:
+                state = "ERR"
+            if state == "PROC" and time.perf_counter() - read.posted > self._abandon_after_s:
+                self._forget(read.peer)
+                state = "ERR"
+            self._conclude(read, state)
+
+    def _release(self, read: _Read) -> None:
+        with suppress(Exception):
+            self._agent.release_xfer_handle(read.handle)
+
+    def _send_acknowledgement(self, sender: PeerIdentity, generation: int) -> None:
+        try:
+            self._agent.send_notif(self._require_peer(sender), ACKNOWLEDGEMENT + str(generation).encode())
+        except Exception as error:
+            logger.debug("an acknowledgement could not be sent", exc_info=error)
+            self._forget(sender.agent)
+
+    def _look_at_notifications(self) -> None:
+        notifications = self._agent.get_new_notifs()
+        if not notifications:
+            return
+        generations = []
+        for message in (message for messages in notifications.values() for message in messages):
+            number = message[len(ACKNOWLEDGEMENT) :]
+            if message.startswith(ACKNOWLEDGEMENT) and number.isdigit():
+                generations.append(int(number))
+        self._tell_loop(self._on_acknowledged, generations)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        if self._agent is None:
+            return
+        for peer in list(self._peers):
+            self._forget(peer)
+        for read in list(self._reads):
+            self._conclude(read, "ERR")
+        for registration in self._registrations.values():
+            with suppress(Exception):
+                self._agent.deregister_memory(registration)
+        self._registrations.clear()
+        self._agent = None
+
+    def _finish(self, future: asyncio.Future[Any], result: Any) -> None:
+        self._tell_loop(lambda: None if future.done() else future.set_result(result))
+
+    def _fail(self, future: asyncio.Future[Any], error: Exception, cause: Exception | None = None) -> None:
+        if cause is not None:
+            error.__cause__ = cause
+        self._tell_loop(lambda: None if future.done() else future.set_exception(error))
+
+    def _tell_loop(self, call: Callable[..., object], *args: Any) -> None:
+        # The loop may be closed while the thread ends; nobody waits for the answer then.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *args)
