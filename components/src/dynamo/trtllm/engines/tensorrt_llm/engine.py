@@ -33,7 +33,7 @@ from dynamo.trtllm.engines.tensorrt_llm.encoder import ImageEncoder
 from dynamo.trtllm.engines.tensorrt_llm.library import Library, load_library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription, describe_model
 from dynamo.trtllm.engines.tensorrt_llm.watch import Watch
-from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, ShuttingDown, StartupError, WorkerError
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, StartupError, WorkerError
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ class TensorRTLLMEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        self._watch.end(ShuttingDown("the worker is shutting down"))
+        self._watch.end(EngineDead("the engine is closed"))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -316,6 +316,7 @@ class TensorRTLLMEngine(Engine):
     ) -> AsyncGenerator[Step, None]:
         """The loop that every output token passes: no work in it that is not needed for each."""
         watch, logprobs, current_task = self._watch, request.sampling.logprobs, asyncio.current_task
+        late_stops = sampling.late_stop_ids(request.sampling)
         with watch.flight() as flight:
             submitted = await submit()
             result = submitted.result
@@ -331,6 +332,11 @@ class TensorRTLLMEngine(Engine):
                     if deferred and not seen and logprobs is not None:
                         lag = max(0, min(sent, len(token_ids) - len(output.logprobs or ())))
                     seen = True
+                    if late_stops:
+                        cut = sampling.find_stop(token_ids, sent, late_stops, request.sampling.min_tokens)
+                        if cut is not None:
+                            yield self._stopped(request, submitted, output, sent, lag, cut)
+                            return
                     if output.finish_reason is not None:
                         done = True
                         yield self._last(request, submitted, output, sent, lag)
@@ -358,6 +364,16 @@ class TensorRTLLMEngine(Engine):
                         self._own(self._abort_after_first(submitted))
                     else:
                         _abort(result)
+
+    def _stopped(self, request: EngineRequest, submitted: _Submitted, output: Any, sent: int, lag: int, cut: int) -> Step:
+        """The final step of a request that the adapter itself ends, before the stop token at index `cut`."""
+        finish, stop_reason = sampling.finish_of("stop", output.token_ids[cut], request.sampling)
+        new = output.token_ids[sent:cut]
+        rows = None
+        if request.sampling.logprobs is not None:
+            rows = sampling.step_logprobs(new, output.logprobs[sent - lag :], request.sampling.logprobs)
+        usage = Usage(_prompt_tokens(request, submitted), cut, _cached_tokens(submitted.result))
+        return Step(new, rows, finish, stop_reason, usage)
 
     def _last(self, request: EngineRequest, submitted: _Submitted, output: Any, sent: int, lag: int) -> Step:
         """The final step. The ids may have shrunk below what was sent; the token that ended the answer is not passed on."""

@@ -48,7 +48,7 @@ def _values(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
         values["pad_id"] = 0
     if sampling.ignore_eos:
         values["ignore_eos"] = True
-    if stop_ids:
+    if stop_ids and not sampling.min_tokens:
         values["stop_token_ids"] = stop_ids
     if sampling.min_tokens:
         values["min_tokens"] = min(sampling.min_tokens, max_tokens)
@@ -72,6 +72,16 @@ def end_ids(sampling: Sampling) -> tuple[int, list[int]]:
     if sampling.ignore_eos or not ends:
         return (ends[0] if ends else NO_END_ID), sorted(stops)
     return ends[0], sorted(stops.union(ends[1:]))
+
+
+def late_stop_ids(sampling: Sampling) -> frozenset[int]:
+    """Stop tokens that the adapter looks for itself: the library keeps `min_tokens` for its one end id only."""
+    return frozenset(end_ids(sampling)[1]) if sampling.min_tokens else frozenset()
+
+
+def find_stop(token_ids: Sequence[int], start: int, stops: frozenset[int], min_tokens: int) -> int | None:
+    """Index of the first of `stops` among `token_ids[start:]` that may end the output."""
+    return next((i for i in range(max(start, min_tokens), len(token_ids)) if token_ids[i] in stops), None)
 
 
 def _guided(library: Library, guided: GuidedDecoding) -> Any:

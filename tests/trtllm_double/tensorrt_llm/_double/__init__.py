@@ -1,0 +1,1 @@
+"""What stands behind the double's public face: the release it plays, its script and its arithmetic."""

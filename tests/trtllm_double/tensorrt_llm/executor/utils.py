@@ -1,0 +1,5 @@
+"""The error of one request."""
+
+
+class RequestError(RuntimeError):
+    """The engine failed one request and serves on."""

@@ -1,0 +1,11 @@
+"""`SchedulingParams`: which attention-DP rank serves a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulingParams:
+    attention_dp_rank: int | None = None
+    attention_dp_relax: bool | None = None
