@@ -1,0 +1,255 @@
+"""The rules a configuration must keep, each a function that yields one sentence per fault.
+
+Cheap and pure: reads JSON files of the model and asks whether packages are there, imports no engine and loads nothing. The worker
+runs them at every start, `--check` prints what they find.
+"""
+
+from __future__ import annotations
+
+import difflib
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from dynamo.trtllm.config import EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, ModelFacts, Release, find_model_facts
+from dynamo.trtllm.preflight.shape import ModelShape, find_model_directory, find_shape
+from dynamo.trtllm.utils.layers import find_value
+from dynamo.trtllm.utils.settings import a_role
+
+TARGET_RELEASE = "1.3.0rc29"
+NIXL_MACHINES = ("x86_64", "aarch64")
+DEFAULT_MAX_NUM_TOKENS = 8192
+"""TensorRT-LLM's own default of `max_num_tokens`."""
+_DISAGGREGATED = (Role.PREFILL, Role.DECODE)
+_TAKES_MEDIA = (Role.AGGREGATED, Role.PREFILL)
+
+Rule = Callable[[WorkerConfig, "ModelShape | None"], Iterator[str]]
+
+
+def find_faults(config: WorkerConfig) -> list[str]:
+    """Everything that would keep the worker from serving as configured, each in one sentence that says what to change."""
+    shape = find_shape(config.engine.model_path)
+    return [sentence for rule in RULES for sentence in rule(config, shape)]
+
+
+def release_to_check() -> Release | None:
+    """The record of the installed TensorRT-LLM, or of the targeted release where none is installed.
+
+    None when a release is installed that the record does not hold: it is asked itself when the engine starts.
+    """
+    try:
+        return RECORD.get(metadata.version("tensorrt_llm"))
+    except metadata.PackageNotFoundError:
+        return RECORD[TARGET_RELEASE]
+
+
+def facts_of(shape: ModelShape | None) -> ModelFacts | None:
+    """What TensorRT-LLM does with the model; None for a multimodal architecture that the record does not list."""
+    if shape is None:
+        return None
+    facts = find_model_facts([shape.architecture])
+    return None if shape.has_vision and "I" not in facts.modalities else facts
+
+
+def longest_prompt(config: WorkerConfig, shape: ModelShape | None) -> tuple[int, str] | None:
+    """Most tokens of an expanded prompt that this worker's KV transfer must hold, and the argument that says so."""
+    args = config.engine.args
+    length = args.get("max_seq_len")
+    bounds = [(length, "max_seq_len")] if isinstance(length, int) else []
+    if not bounds and shape is not None and shape.max_positions:
+        bounds.append((shape.max_positions, "the model's context length, since max_seq_len is not set"))
+    if config.role is Role.PREFILL and not args.get("enable_chunked_prefill"):
+        bounds.append(
+            (args.get("max_num_tokens") or DEFAULT_MAX_NUM_TOKENS, "max_num_tokens, since enable_chunked_prefill is off")
+        )
+    return min(bounds, key=lambda bound: int(bound[0])) if bounds else None
+
+
+def _said(config: WorkerConfig, dotted: str) -> str:
+    """`name value (origin)` of an engine argument."""
+    return f"{dotted} {find_value(config.engine.args, dotted)} ({config.engine.origins.get(dotted, 'default')})"
+
+
+def _parallel(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    args = config.engine.args
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size")
+    if config.engine.kind is EngineKind.TRANSFORMERS:
+        for name in names:
+            if (args.get(name) or 1) != 1:
+                yield f"{_said(config, name)} must be 1 for the portable engine: it runs on one device"
+    if config.engine.kind is not EngineKind.TENSORRT_LLM:
+        return
+    tensor, experts = int(args.get(names[0]) or 1), args.get(names[2])
+    if isinstance(experts, int) and tensor % experts:
+        yield f"{_said(config, names[2])} does not divide {_said(config, names[0])}: choose one that does"
+    if shape is None or config.role is Role.ENCODE or args.get("enable_attention_dp"):
+        return
+    usable = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0 and _kv_heads_fit(shape.kv_heads, size)]
+    advice = f"use {', '.join(map(str, usable[:-1]))} or {usable[-1]}, or set enable_attention_dp"
+    if shape.heads % tensor:
+        yield f"{shape.architecture} has {shape.heads} attention heads, which {_said(config, names[0])} does not divide: {advice}"
+    if not _kv_heads_fit(shape.kv_heads, tensor):
+        yield (
+            f"{shape.architecture} has {shape.kv_heads} KV heads, which {_said(config, names[0])} neither divides nor is a "
+            f"multiple of: {advice}"
+        )
+
+
+def _kv_heads_fit(kv_heads: int, tensor: int) -> bool:
+    return kv_heads % tensor == 0 or tensor % kv_heads == 0
+
+
+def _kv_transfer(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    if config.engine.kind is not EngineKind.TENSORRT_LLM or config.role not in _DISAGGREGATED:
+        return
+    facts = facts_of(shape)
+    if shape is not None and facts is not None and not facts.disaggregates:
+        yield f"TensorRT-LLM does not split {shape.architecture} over prefill and decode workers: serve it aggregated"
+    backend = find_value(config.engine.args, "cache_transceiver_config.backend")
+    if not backend:
+        yield (
+            f"{a_role(config.role)} moves KV caches and needs cache_transceiver_config.backend in its engine configuration, the "
+            "same on prefill and decode, for instance NIXL"
+        )
+    elif str(backend).upper() in ("NIXL", "DEFAULT") and platform.machine() != "x86_64":
+        yield (
+            f"{_said(config, 'cache_transceiver_config.backend')} moves KV caches by NIXL, which TensorRT-LLM supports on x86_64 "
+            f"only and this is {platform.machine()}: set it to UCX on prefill and decode"
+        )
+    buffer, longest = (
+        find_value(config.engine.args, "cache_transceiver_config.max_tokens_in_buffer"),
+        longest_prompt(config, shape),
+    )
+    if isinstance(buffer, int) and longest is not None and buffer < longest[0]:
+        yield (
+            f"{_said(config, 'cache_transceiver_config.max_tokens_in_buffer')} is below the longest expanded prompt, "
+            f"{longest[0]} tokens by {longest[1]}: raise it to at least that"
+        )
+
+
+def _modality(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    if shape is None or config.model.modality is not Modality.MULTIMODAL:
+        return
+    if config.engine.kind is EngineKind.TENSORRT_LLM:
+        facts = facts_of(shape)
+        if facts is not None and "I" not in facts.modalities:
+            yield f"{shape.architecture} takes no images: use --modality text, or another model"
+    if config.engine.kind is EngineKind.TRANSFORMERS:
+        from dynamo.trtllm.engines.transformers.families import FAMILIES, supported_names
+
+        if not shape.has_vision:
+            yield f"{shape.architecture} takes no images: use --modality text, or another model"
+        elif shape.model_type not in FAMILIES:
+            yield f"the portable engine takes images with {supported_names()} only, not with {shape.architecture}"
+
+
+def _encoding(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    args, encoder = config.engine.args, config.peers.encode_endpoint
+    if config.role is not Role.ENCODE and args.get("load_format") == "vision_only":
+        yield f"{_said(config, 'load_format')} leaves the text model out, so only an encode worker can use it: remove it"
+    if encoder is not None and encoder == config.runtime.endpoint:
+        yield f"--encode-endpoint {encoder} is this worker's own endpoint: give that of the encode worker"
+    if (
+        config.role in _TAKES_MEDIA
+        and config.model.modality is Modality.MULTIMODAL
+        and encoder is None
+        and args.get("disable_mm_encoder")
+    ):
+        yield (
+            f"{_said(config, 'disable_mm_encoder')} leaves nobody to encode images: add --encode-endpoint with an encode worker, "
+            "or remove it"
+        )
+    facts = facts_of(shape)
+    if config.engine.kind is not EngineKind.TENSORRT_LLM or shape is None or facts is None or "I" not in facts.modalities:
+        return
+    if facts.encodes_apart or facts.attaches_embeddings:
+        return
+    if config.role is Role.ENCODE:
+        yield (
+            f"TensorRT-LLM cannot encode images of {shape.architecture} in a worker of their own: leave the encode worker out, "
+            "prefill and aggregated workers encode them"
+        )
+    elif encoder is not None:
+        yield f"TensorRT-LLM takes no embeddings for {shape.architecture} from an encode worker: remove --encode-endpoint"
+
+
+def _model_files(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    path = config.engine.model_path
+    directory = find_model_directory(path)
+    if directory is None:
+        if path.startswith(("/", "./", "../", "~")):
+            yield f"--model-path {path} is not a directory on this machine"
+        return
+    if config.engine.kind is EngineKind.DOUBLE:
+        return
+    if not (directory / "config.json").is_file():
+        yield f"the model directory {path} has no config.json: give the directory of a complete model"
+    elif shape is None:
+        yield f"the config.json of {path} does not describe a decoder with attention heads and layers: give another model"
+    cached = not Path(path).is_dir()
+    for what, patterns in _needed_files(config):
+        if not cached and not any(any(directory.glob(pattern)) for pattern in patterns):
+            yield f"the model directory {path} has no {what} ({', '.join(patterns)}): download the complete model"
+
+
+def _needed_files(config: WorkerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "tokenizer", ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+    if config.engine.args.get("load_format") != "dummy":
+        yield "weights", ("*.safetensors", "*.bin", "*.pt", "*.pth")
+    if config.model.modality is Modality.MULTIMODAL and config.role is not Role.DECODE:
+        yield "image processor", ("preprocessor_config.json", "processor_config.json")
+
+
+def _nixl(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    moved = []
+    if config.role is Role.ENCODE or config.peers.encode_endpoint is not None:
+        moved.append("embeddings")
+    if config.role in _DISAGGREGATED and config.engine.kind is not EngineKind.TENSORRT_LLM:
+        moved.append("KV caches")
+    if not moved or config.transfer.backend != "nixl":
+        return
+    what = f"{a_role(config.role)} moves {' and '.join(moved)} by NIXL"
+    if sys.platform != "linux" or platform.machine() not in NIXL_MACHINES:
+        yield f"{what}, which runs on Linux on {' or '.join(NIXL_MACHINES)}, not on {sys.platform} on {platform.machine()}"
+    elif util.find_spec("nixl") is None:
+        yield f"{what}, which is not installed here: run `pip install nixl`"
+
+
+def _engine_arguments(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    release = release_to_check()
+    if config.engine.kind is EngineKind.DOUBLE or release is None:
+        return
+    for key, value in config.engine.args.items():
+        if key not in release.llm_arguments and value is not None:
+            yield _unknown(config, release, key, key, release.llm_arguments)
+            continue
+        fields = release.nested.get(key)
+        if fields is None or value is None:
+            continue
+        if not isinstance(value, Mapping):
+            yield f"{_said(config, key)} must be a mapping"
+            continue
+        for name in value:
+            if name not in fields:
+                yield _unknown(config, release, f"{key}.{name}", name, fields)
+    for dotted, accepted in release.choices.items():
+        value = find_value(config.engine.args, dotted)
+        known = [str(choice).lower() for choice in accepted]
+        if isinstance(value, str) and value.lower() not in known:
+            words = ", ".join(str(choice) for choice in accepted if choice is not None)
+            yield f"{_said(config, dotted)} must be one of {words}"
+
+
+def _unknown(config: WorkerConfig, release: Release, dotted: str, name: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    origins = config.engine.origins
+    origin = origins.get(dotted) or next((who for said, who in origins.items() if said.startswith(dotted + ".")), "default")
+    advice = f"did you mean {near[0]}?" if near else "remove it"
+    return f"TensorRT-LLM {release.version} does not know the engine argument {dotted} ({origin}): {advice}"
+
+
+RULES: tuple[Rule, ...] = (_model_files, _modality, _parallel, _kv_transfer, _encoding, _nixl, _engine_arguments)

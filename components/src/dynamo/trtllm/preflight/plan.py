@@ -1,0 +1,132 @@
+"""The plan that `--check` prints: what this worker would be, need, load and allow."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from dynamo.trtllm.config import MEBIBYTE, EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.preflight.faults import facts_of, longest_prompt, release_to_check
+from dynamo.trtllm.preflight.memory import GpuMemory, MemoryEstimate, size
+from dynamo.trtllm.preflight.shape import ModelShape
+from dynamo.trtllm.utils.layers import find_value
+from dynamo.trtllm.utils.settings import a_role
+from dynamo.trtllm.utils.trtllm_utils import dump_engine_args
+
+
+def render(config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memory: MemoryEstimate | None) -> str:
+    """The whole plan as text, one section for each part of the worker."""
+    sections = {
+        "worker": _worker(config, shape),
+        "peers": _peers(config),
+        "engine arguments": iter(dump_engine_args(config.engine).splitlines()),
+        "media": _media(config),
+        "transfers": _transfers(config, shape),
+        "memory": _memory(config, shape, gpu, memory),
+    }
+    return "\n".join(f"{title}\n{textwrap.indent(chr(10).join(lines), '  ')}" for title, lines in sections.items())
+
+
+def _worker(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    yield f"{a_role(config.role)}, {config.model.modality.value}, --engine {config.engine.kind.value}"
+    described = f" ({shape.architecture}, {shape.parameters / 1e6:.0f} million parameters, {shape.dtype})" if shape else ""
+    yield f"model {config.model.path}{described}"
+    names = ", ".join(config.model.served_names) or config.model.path
+    kinds = ", ".join(config.runtime.endpoint_types) or "none"
+    yield f"served as {names} for {kinds}"
+    yield f"endpoint {config.runtime.endpoint}"
+    runtime = config.runtime
+    planes = f"request plane {runtime.request_plane}, response plane {runtime.response_plane}"
+    yield f"discovery {runtime.discovery_backend}, {planes}, event plane {runtime.event_plane or 'zmq'}"
+
+
+def _peers(config: WorkerConfig) -> Iterator[str]:
+    if config.role is Role.PREFILL:
+        yield "needs a decode worker of the same model"
+    if config.role is Role.DECODE:
+        yield "needs a prefill worker of the same model"
+    if config.role is Role.ENCODE:
+        yield "is called by prefill and aggregated workers that name its endpoint"
+    if config.peers.encode_endpoint is not None:
+        otherwise = "encodes by itself while there is none" if config.peers.encode_fallback else "answers 503 while there is none"
+        yield f"needs an encode worker at {config.peers.encode_endpoint}, waits {config.peers.timeout_s:g} s for it, {otherwise}"
+    if config.role is Role.AGGREGATED and config.peers.encode_endpoint is None:
+        yield "needs none"
+
+
+def _media(config: WorkerConfig) -> Iterator[str]:
+    media = config.media
+    if config.role is Role.DECODE or config.model.modality is Modality.TEXT:
+        yield "takes none"
+        return
+    yield f"at most {media.max_images} parts and {media.max_request_bytes / MEBIBYTE:g} MB in a request"
+    yield f"at most {media.max_file_bytes / MEBIBYTE:g} MB and {media.max_image_pixels} pixels in one image"
+    images = "embedding files and images" if media.local_images else "embedding files, no images,"
+    yield f"local {images} below {media.allowed_local_path}"
+    private = "allowed" if media.allow_internal else "refused"
+    yield f"downloads end after {media.fetch_timeout_s:g} s, {media.max_fetches} at once, private addresses {private}"
+    yield f"cache of {media.cache_bytes / MEBIBYTE:g} MB" if media.cache_bytes else "no cache"
+
+
+def _transfers(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    disaggregated = config.role in (Role.PREFILL, Role.DECODE)
+    embeddings = config.role is Role.ENCODE or config.peers.encode_endpoint is not None
+    pool = f"NIXL, pool of {config.transfer.pool_bytes / MEBIBYTE:g} MB, kept {config.transfer.time_to_live_s:g} s"
+    if disaggregated and config.engine.kind is EngineKind.TENSORRT_LLM:
+        backend, buffer = (
+            find_value(config.engine.args, f"cache_transceiver_config.{name}") for name in ("backend", "max_tokens_in_buffer")
+        )
+        longest = longest_prompt(config, shape)
+        room = f"of {buffer} tokens" if buffer else "as the engine chooses"
+        fits = f", longest expanded prompt {longest[0]} tokens by {longest[1]}" if longest else ""
+        yield f"KV caches by the engine over {backend}, buffer {room}{fits}"
+    elif disaggregated:
+        yield f"KV caches by {pool}"
+    if embeddings:
+        yield f"embeddings by {pool}"
+    if not (disaggregated or embeddings):
+        yield "none"
+
+
+def _memory(config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memory: MemoryEstimate | None) -> Iterator[str]:
+    if shape is None or memory is None:
+        yield "unknown: the model's config.json is not on this machine"
+        return
+    where = f"on each of {memory.gpus} GPUs" if memory.gpus > 1 else "on one device"
+    yield f"weights about {size(memory.weights)}, {size(memory.weights_per_gpu)} {where}"
+    if not memory.kv_per_token:
+        yield "no KV cache"
+        return
+    yield f"KV cache {memory.kv_per_token} bytes per token, {memory.kv_per_token_and_gpu} {where}"
+    if shape.windowed_layers:
+        yield f"of which {shape.windowed_layers} of {shape.layers} layers keep at most {shape.window} tokens of a request"
+    if config.engine.kind is EngineKind.TRANSFORMERS and config.engine.device == "cpu":
+        return
+    fraction = find_value(config.engine.args, "kv_cache_config.free_gpu_memory_fraction") or 0.9
+    yield f"{fraction:g} of what the weights leave of {gpu.gigabytes:.0f} GB ({gpu.source}) holds at most {memory.kv_tokens} tokens"
+    length = config.engine.args.get("max_seq_len") or shape.max_positions
+    if length:
+        yield f"which is {memory.kv_tokens / length:.1f} requests of {length} tokens"
+
+
+def find_notes(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    """What is allowed but worth knowing."""
+    args, facts = config.engine.args, facts_of(shape)
+    if shape is None:
+        yield "the model is not on this machine yet, so head counts, modality and memory were not checked"
+        return
+    length = args.get("max_seq_len")
+    if isinstance(length, int) and shape.max_positions and length > shape.max_positions:
+        yield f"max_seq_len {length} is above the {shape.max_positions} positions that the model was made for"
+    if config.engine.kind is not EngineKind.TENSORRT_LLM:
+        return
+    if shape.has_vision and facts is None:
+        yield f"the record of TensorRT-LLM does not list {shape.architecture}, so what it can do with images was not checked"
+    if facts is not None and config.role is Role.ENCODE and not facts.encodes_apart and facts.attaches_embeddings:
+        yield f"TensorRT-LLM has no separate encoder for {shape.architecture}: this worker serves embedding files only"
+    release = release_to_check()
+    if release is None:
+        yield "the record does not hold the installed release of TensorRT-LLM, which checks its engine arguments when it starts"
+    reuse = find_value(args, "kv_cache_config.enable_block_reuse")
+    if config.role in (Role.PREFILL, Role.DECODE) and config.model.modality is Modality.MULTIMODAL and reuse is not False:
+        yield "kv_cache_config.enable_block_reuse is on: TensorRT-LLM 1.2.1 crashes with images on disaggregated workers then"
