@@ -259,7 +259,7 @@ launch_run() {
     fi
     launch_require_dynamo
     exec "$launch_python" "$launch_root/launch/lib/supervise.py" \
-        --url "http://127.0.0.1:$launch_port" --model "$(launch_model_name)" \
+        --url "http://127.0.0.1:$launch_port" --model "$(launch_model_name)" --instances "$launch_workers" \
         --ready-timeout "${LAUNCH_READY_TIMEOUT_S:-1800}" --grace "${LAUNCH_GRACE_S:-15}" \
         "${launch_supervision[@]}" "${launch_commands[@]}"
 }

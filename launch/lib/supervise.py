@@ -5,6 +5,7 @@ usage: supervise.py [options] --start LABEL COUNT ARG...
   --then COUNT ARG...         runs this when the model is listed, with this terminal; when it ends, so does everything else
   --url URL                   the frontend's address: its port must be free, and its /v1/models says what is served
   --model NAME                the model to wait for
+  --instances N               waits until the frontend's /health lists so many workers too (default 1)
   --ready-timeout S           gives up when the model is not listed after S seconds
   --grace S                   time between SIGTERM and SIGKILL
   --temporary NAME            makes a directory, passes its path in the variable NAME, removes it at the end
@@ -78,6 +79,7 @@ class Plan:
     client: Command | None = None
     url: str = ""
     model: str = ""
+    instances: int = 1
     ready_timeout: float = 1800.0
     grace: float = 15.0
     temporary: str = ""
@@ -97,6 +99,8 @@ def parse(arguments: Sequence[str]) -> Plan:
             plan.client = _command("client", words)
         elif name in {"url", "model", "temporary", "log"}:
             setattr(plan, name, next(words))
+        elif word == "--instances":
+            plan.instances = int(next(words))
         elif name in {"ready_timeout", "grace", "since"}:
             setattr(plan, name, _seconds(word, next(words)))
         else:
@@ -137,15 +141,18 @@ class Supervisor:
         """Starts everything, serves until something ends, ends the rest; returns the client's status or raises LaunchError."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._signals.put_nowait, number)
-        _require_free_port(self._plan.url)
         with self._temporary_directory():
             try:
+                _require_free_port(self._plan.url)
                 for command in self._plan.commands:
                     await self._start(command)
                 await self._until(self._listed())
                 print(f"ready: {self._plan.url} model={self._plan.model}", flush=True)
                 say(f"ready {time.time() - self._plan.since:.1f} s after the start")
                 return await self._until(self._serve())
+            except LaunchError as error:
+                say(str(error))
+                raise
             finally:
                 await self._stop()
 
@@ -200,13 +207,13 @@ class Supervisor:
         raise Interrupted(f"{number.name}, ending", 128 + number)
 
     async def _listed(self) -> None:
-        """Returns when the model is listed; says every few seconds that it is still waiting.
+        """Returns when the model and all workers are listed; says every few seconds that it is still waiting.
 
         Asks less often as the wait grows: the frontend logs every request.
         """
         started = spoke = time.monotonic()
         say(f"started {', '.join(self._processes)}; waiting for {self._plan.model}")
-        while self._plan.model not in await asyncio.to_thread(_models, self._plan.url):
+        while not await asyncio.to_thread(_is_listed, self._plan.url, self._plan.model, self._plan.instances):
             now = time.monotonic()
             if now - started > self._plan.ready_timeout:
                 raise LaunchError(f"{self._plan.model} was not listed within {self._plan.ready_timeout:g} s")
@@ -296,13 +303,16 @@ def _require_free_port(url: str) -> None:
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _models(url: str) -> list[str]:
-    """The names listed at `url`/v1/models; none while the frontend does not answer."""
+def _is_listed(url: str, model: str, instances: int) -> bool:
+    """Whether the frontend lists the model and so many different workers; False while it does not answer."""
     try:
         with _direct.open(f"{url}/v1/models", timeout=2.0) as response:
-            return [model["id"] for model in json.load(response)["data"]]
+            if model not in {entry["id"] for entry in json.load(response)["data"]}:
+                return False
+        with _direct.open(f"{url}/health", timeout=2.0) as response:
+            return len({entry["instance_id"] for entry in json.load(response)["instances"]}) >= instances
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return False
 
 
 def say(message: str) -> None:
@@ -328,7 +338,6 @@ def main() -> int:
         status, good = error.status, isinstance(error, Interrupted)
         if plan.log and not good:
             _show_log_end(plan.log)
-        say(str(error))
     if plan.log and good:
         os.unlink(plan.log)
     elif plan.log:

@@ -1,9 +1,9 @@
 """Stands in for a Python with Dynamo: `DYNAMO_PYTHON` of the launch tests.
 
-`-m dynamo.frontend` serves /v1/models and lists the model when FAKE_WORKERS workers have registered in DYN_FILE_KV;
+`-m dynamo.frontend` lists the model when FAKE_WORKERS workers have registered in DYN_FILE_KV, and on /health all that have;
 `-m dynamo.trtllm` registers there and waits. FAKE_<ROLE> changes the workers of a role: exit:N ends with status N at once,
-exit-ready:N when the file FAKE_GATE appears, stubborn ignores SIGTERM. Each process notes its id in the folder FAKE_PIDS. Anything
-else goes to the real Python.
+exit-ready:N when the file FAKE_GATE appears, late registers only then, stubborn ignores SIGTERM. Each process notes its id in
+FAKE_PIDS. Anything else goes to the real Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def frontend() -> None:
         def do_GET(self) -> None:
             workers = sorted(registered.glob("worker-*"))
             listed = [{"id": workers[0].read_text()}] if len(workers) >= wanted else []
-            body = json.dumps({"data": listed}).encode()
+            answer = {"data": listed, "instances": [{"instance_id": worker.name} for worker in workers]}
+            body = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -42,6 +43,11 @@ def frontend() -> None:
     ThreadingHTTPServer(address, Models).serve_forever(poll_interval=0.05)
 
 
+def wait_for_gate() -> None:
+    while not Path(os.environ["FAKE_GATE"]).exists():
+        time.sleep(0.02)
+
+
 def worker() -> None:
     role = option("--disaggregation-mode", "agg")
     print(f"hello from {role}", flush=True)
@@ -50,13 +56,14 @@ def worker() -> None:
         sys.exit(int(status))
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "late":
+        wait_for_gate()
     name = option("--served-model-name", option("--model-path", ""))
     partial = Path(os.environ["DYN_FILE_KV"], f"partial-{os.getpid()}")
     partial.write_text(name)
     partial.rename(partial.with_name(f"worker-{os.getpid()}"))
     if behaviour == "exit-ready":
-        while not Path(os.environ["FAKE_GATE"]).exists():
-            time.sleep(0.02)
+        wait_for_gate()
         sys.exit(int(status))
     threading.Event().wait()
 

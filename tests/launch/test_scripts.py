@@ -213,7 +213,8 @@ def test_without_a_model_each_script_serves_its_own_with_that_models_configurati
 
 @pytest.mark.parametrize("prefix", ["./examples/backends/trtllm/", "examples/backends/trtllm/", "./", ""])
 def test_the_guides_paths_of_engine_configurations_are_found_here(prefix: str, tmp_path: Path) -> None:
-    words = planned("agg.sh", cwd=tmp_path, MODEL_PATH="m", AGG_ENGINE_ARGS=f"{prefix}engine_configs/llama4/multimodal/agg.yaml")[1][1]
+    path = f"{prefix}engine_configs/llama4/multimodal/agg.yaml"
+    words = planned("agg.sh", cwd=tmp_path, MODEL_PATH="m", AGG_ENGINE_ARGS=path)[1][1]
     assert words[-2:] == config("llama4/multimodal/agg.yaml")
 
 
@@ -254,6 +255,15 @@ def test_the_output_of_every_process_carries_its_label(start: Callable[..., Runn
     wait_until(lambda: running.output.count("hello") == 3, "three greetings")
     greetings = {line for line in running.output.splitlines() if "hello" in line}
     assert greetings == {"[prefill] hello from prefill", "[decode-1] hello from decode", "[decode-2] hello from decode"}
+
+
+def test_a_topology_is_ready_only_when_every_worker_is_there(start: Callable[..., Running], tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    running = start("disagg.sh", NUM_DECODE_WORKERS="2", FAKE_DECODE="late", FAKE_GATE=str(gate))
+    wait_until(lambda: "waiting for some-model, " in running.errors, "a second word about waiting")
+    assert "ready: " not in running.output
+    gate.touch()
+    running.wait_ready()
 
 
 def test_ctrl_c_leaves_nothing(start: Callable[..., Running]) -> None:
