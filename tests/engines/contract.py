@@ -89,7 +89,9 @@ async def split(engine: Engine, each: EngineRequest) -> Output:
     return output
 
 
-def place(ids: Sequence[int], encoded: Sequence[EncodedImage], tail: Sequence[int]) -> tuple[tuple[int, ...], tuple[PlacedMedia, ...]]:
+def place(
+    ids: Sequence[int], encoded: Sequence[EncodedImage], tail: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[PlacedMedia, ...]]:
     """`ids`, then the images with one more text token between them, then `tail`."""
     out, placed = list(ids), []
     for image in encoded:

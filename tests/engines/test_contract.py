@@ -88,7 +88,9 @@ async def test_a_stop_token_ends_the_output_and_is_not_part_of_it(subject: Subje
     free = await generate(subject.engine, request(subject.text_ids, max_tokens=12, ignore_eos=True))
     stop = free.token_ids[-1]
     at = free.token_ids.index(stop)
-    stopped = await generate(subject.engine, request(subject.text_ids, max_tokens=12, ignore_eos=True, stop_token_ids=frozenset({stop})))
+    stopped = await generate(
+        subject.engine, request(subject.text_ids, max_tokens=12, ignore_eos=True, stop_token_ids=frozenset({stop}))
+    )
     assert (stopped.token_ids, stopped.finish) == (free.token_ids[:at], "stop")
     assert stopped.usage is not None
     assert stopped.usage.completion_tokens == at
@@ -133,7 +135,9 @@ async def test_output_without_a_limit_ends_at_the_context_length(subject: Subjec
 
 @pytest.mark.asyncio
 async def test_closing_a_stream_frees_its_slot_and_leaves_others_alone(subject: Subject) -> None:
-    other = asyncio.create_task(generate(subject.engine, request(subject.text_ids, request_id="other", max_tokens=200, ignore_eos=True)))
+    other = asyncio.create_task(
+        generate(subject.engine, request(subject.text_ids, request_id="other", max_tokens=200, ignore_eos=True))
+    )
     async with aclosing(subject.engine.generate(request(subject.text_ids, request_id="left", ignore_eos=True))) as steps:
         async for _ in steps:
             break

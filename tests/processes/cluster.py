@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,10 +26,12 @@ DEMO_NAME = "demo"
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port on loopback that was free a moment ago; below 32,768, since Dynamo reads `DYN_SYSTEM_PORT` as an int16."""
+    while True:
+        port = random.randint(10_000, 32_000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def die_with_parent() -> None:
@@ -158,7 +161,9 @@ class Cluster:
             each.process.wait()
         self._scratch.cleanup()
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, system_port: int | None = None) -> Managed:
+    def start(
+        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, system_port: int | None = None
+    ) -> Managed:
         """Start `command` in a group of its own; its output goes to a file."""
         log = self.directory / f"{name}-{len(self.processes)}.log"
         base = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "OMP_"))}
@@ -196,11 +201,25 @@ class Cluster:
         return managed
 
     def worker(
-        self, *arguments: str, env: Mapping[str, str] | None = None, name: str = "worker", model_path: str = "demo", wait: bool = True
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        name: str = "worker",
+        model_path: str = "demo",
+        wait: bool = True,
     ) -> Managed:
         """Start one of our workers; by default wait until it serves."""
         port = free_port()
-        command = [sys.executable, "-m", "dynamo.trtllm", "--model-path", model_path, "--served-model-name", self.model, *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "dynamo.trtllm",
+            "--model-path",
+            model_path,
+            "--served-model-name",
+            self.model,
+            *arguments,
+        ]
         managed = self.start(name, command, {"DYN_SYSTEM_PORT": str(port), **(env or {})}, port)
         if wait:
             self.wait_serving(managed)

@@ -23,7 +23,7 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import Engine, EngineInfo
-from dynamo.trtllm.errors import EngineDead, WorkerError
+from dynamo.trtllm.errors import EngineDead, StartupError, WorkerError
 from dynamo.trtllm.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,15 @@ _WORKER_TYPES = {
 
 
 def connect(config: RuntimeConfig) -> DistributedRuntime:
-    """Join Dynamo. Must run on the event loop that will serve."""
-    runtime, _ = create_runtime(
-        config.discovery_backend, config.request_plane, event_plane=config.event_plane, response_plane=config.response_plane
-    )
+    """Join Dynamo. Must run on the event loop that will serve. Raises `StartupError` when discovery or a plane is out of reach."""
+    try:
+        runtime, _ = create_runtime(
+            config.discovery_backend, config.request_plane, event_plane=config.event_plane, response_plane=config.response_plane
+        )
+    except Exception as error:  # the binding raises plain Exception
+        raise StartupError(
+            f"cannot join Dynamo with discovery {config.discovery_backend} and request plane {config.request_plane}: {error}"
+        ) from error
     return runtime
 
 
@@ -172,7 +177,8 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
     """The model card's facts that routers and the frontend use."""
     card = ModelRuntimeConfig()
     card.context_length = info.context_length
-    card.total_kv_blocks = info.total_kv_blocks
+    if info.total_kv_blocks is not None:
+        card.total_kv_blocks = info.total_kv_blocks
     card.max_num_seqs = info.max_num_seqs
     card.max_num_batched_tokens = info.max_num_batched_tokens
     card.tool_call_parser = model.tool_call_parser
