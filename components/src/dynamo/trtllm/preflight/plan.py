@@ -103,7 +103,8 @@ def _memory(config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memo
     if config.engine.kind is EngineKind.TRANSFORMERS and config.engine.device == "cpu":
         return
     fraction = find_value(config.engine.args, "kv_cache_config.free_gpu_memory_fraction") or 0.9
-    yield f"{fraction:g} of what the weights leave of {gpu.gigabytes:.0f} GB ({gpu.source}) holds at most {memory.kv_tokens} tokens"
+    room = f"{fraction:g} of what the weights leave of {gpu.gigabytes:.0f} GB"
+    yield f"{room} ({gpu.source}) holds at most {memory.kv_tokens} tokens"
     length = config.engine.args.get("max_seq_len") or shape.max_positions
     if length:
         yield f"which is {memory.kv_tokens / length:.1f} requests of {length} tokens"

@@ -1,4 +1,4 @@
-"""Prints the installed TensorRT-LLM's signatures as one line of JSON; `report` runs it as a process, since importing it is heavy."""
+"""Prints the installed TensorRT-LLM's signatures as a line of JSON; `report` runs it as a process, since importing is heavy."""
 
 from __future__ import annotations
 
