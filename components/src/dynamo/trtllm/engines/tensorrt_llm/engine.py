@@ -26,6 +26,7 @@ from dynamo.trtllm.engines.port import (
     Prefilled,
     Prompt,
     Step,
+    StepLogprobs,
     Usage,
 )
 from dynamo.trtllm.engines.tensorrt_llm import arguments, events, handoff, inputs, private, sampling
@@ -58,6 +59,64 @@ class _Submitted:
     mrope: tuple[torch.Tensor, ...] = ()
     expanded: bool = False
     """True: the library expanded the prompt, so its own count of prompt tokens is the right one."""
+
+
+class _Reader:
+    """Reads one step of a request from the library's output object, where there is more to it than new token ids."""
+
+    def __init__(self, request: EngineRequest, submitted: _Submitted, sent: int) -> None:
+        self._request = request
+        self._submitted = submitted
+        self._first = sent
+        self._late_stops = sampling.late_stop_ids(request.sampling)
+        self._lag: int | None = None
+        """Tokens at the start that have no logprobs entry: decode of some releases has none for the first token."""
+        self._simple = not self._late_stops and request.sampling.logprobs is None
+        self.plain = self._simple and sent == 0
+        """True: a step that is not the last needs no reading. Of a handed-over request the first step always is read."""
+        self.seen = self.plain
+        """True: the engine has made a step, as far as it matters for a handed-over request."""
+        self.over = False
+        """True: the engine is done with the request, so nothing is left to abort."""
+
+    def read(self, output: Any, sent: int) -> Step | None:
+        """The step since `sent` tokens; None when it brought nothing to pass on."""
+        self.seen, self.plain = True, self._simple
+        if self._late_stops:
+            cut = sampling.find_stop(output.token_ids, sent, self._late_stops, self._request.sampling.min_tokens)
+            if cut is not None:
+                return self._stopped(output, sent, cut)
+        if output.finish_reason is not None:
+            self.over = True
+            return self._last(output, sent)
+        new = output.token_ids[sent:]
+        return Step(new, self._logprobs(output, new, sent)) if new else None
+
+    def _stopped(self, output: Any, sent: int, cut: int) -> Step:
+        """The final step of a request that the adapter itself ends, before the stop token at index `cut`."""
+        finish, stop_reason = sampling.finish_of("stop", output.token_ids[cut], self._request.sampling)
+        new = output.token_ids[sent:cut]
+        return Step(new, self._logprobs(output, new, sent), finish, stop_reason, self._usage(cut))
+
+    def _last(self, output: Any, sent: int) -> Step:
+        """The final step. The ids may have shrunk below what was sent; the token that ended the answer is not passed on."""
+        finish, stop_reason = sampling.finish_of(output.finish_reason, output.stop_reason, self._request.sampling)
+        new = _without_end(self._request, output, output.token_ids[sent:], finish)
+        return Step(new, self._logprobs(output, new, sent), finish, stop_reason, self._usage(sent + len(new)))
+
+    def _logprobs(self, output: Any, new: list[int], sent: int) -> tuple[StepLogprobs, ...] | None:
+        count = self._request.sampling.logprobs
+        if count is None:
+            return None
+        rows = output.logprobs or []
+        if self._lag is None:
+            self._lag = max(0, min(self._first, len(output.token_ids) - len(rows)))
+        return sampling.step_logprobs(new, rows[sent - self._lag :], count)
+
+    def _usage(self, completion_tokens: int) -> Usage:
+        result, request = self._submitted.result, self._request
+        prompt = result.prompt_token_ids if self._submitted.expanded else request.prompt.token_ids
+        return Usage(len(prompt), completion_tokens, _cached_tokens(result))
 
 
 class TensorRTLLMEngine(Engine):
@@ -114,9 +173,8 @@ class TensorRTLLMEngine(Engine):
             submitted = await self._submit(request, 1, self._context_params(), streaming=False)
             result, done = submitted.result, False
             try:
-                flight.task = asyncio.current_task()
                 await result.aresult()
-                flight.task = None
+                flight.waiting = False
                 self._watch.steps += 1
                 prefilled = self._prefilled(request, submitted, room)
                 done = prefilled.state is not None
@@ -315,75 +373,46 @@ class TensorRTLLMEngine(Engine):
         self, request: EngineRequest, submit: Callable[[], Awaitable[_Submitted]], sent: int, *, deferred: bool
     ) -> AsyncGenerator[Step, None]:
         """The loop that every output token passes: no work in it that is not needed for each."""
-        watch, logprobs, current_task = self._watch, request.sampling.logprobs, asyncio.current_task
-        late_stops = sampling.late_stop_ids(request.sampling)
+        watch = self._watch
         with watch.flight() as flight:
             submitted = await submit()
             result = submitted.result
-            done = seen = False
-            lag = 0
+            reader = _Reader(request, submitted, sent)
+            plain = reader.plain
             try:
-                flight.task = current_task()
                 async for _ in result:
-                    flight.task = None
+                    flight.waiting = False
                     watch.steps += 1
                     output = result.outputs[0]
-                    token_ids = output.token_ids
-                    if deferred and not seen and logprobs is not None:
-                        lag = max(0, min(sent, len(token_ids) - len(output.logprobs or ())))
-                    seen = True
-                    if late_stops:
-                        cut = sampling.find_stop(token_ids, sent, late_stops, request.sampling.min_tokens)
-                        if cut is not None:
-                            yield self._stopped(request, submitted, output, sent, lag, cut)
-                            return
-                    if output.finish_reason is not None:
-                        done = True
-                        yield self._last(request, submitted, output, sent, lag)
-                        return
-                    new = token_ids[sent:]
-                    if new:
-                        rows = None
-                        if logprobs is not None:
-                            rows = sampling.step_logprobs(new, output.logprobs[sent - lag :], logprobs)
-                        sent += len(new)
-                        yield Step(new, rows)
-                    flight.task = current_task()
+                    if plain and output.finish_reason is None:
+                        new = output.token_ids[sent:]
+                        if new:
+                            sent += len(new)
+                            yield tuple.__new__(Step, (new, None, None, None, None))  # a third cheaper than Step(new)
+                    else:
+                        step = reader.read(output, sent)
+                        if step is not None:
+                            sent += len(step.token_ids)
+                            yield step
+                            if step.finish is not None:
+                                return
+                        plain = reader.plain
+                    flight.waiting = True
                 raise EngineFault("the engine ended the request without a reason")
             except self._library.request_error as error:
-                done = True
+                reader.over = True
                 raise self._request_fault(request, error) from error
             except WorkerError:
                 raise
             except Exception as error:
-                done = True
+                reader.over = True
                 raise self._died(error) from error
             finally:
-                if not done:
-                    if deferred and not seen and flight.ended_by is None:
+                if not reader.over:
+                    if deferred and not reader.seen and flight.ended_by is None:
                         self._own(self._abort_after_first(submitted))
                     else:
                         _abort(result)
-
-    def _stopped(self, request: EngineRequest, submitted: _Submitted, output: Any, sent: int, lag: int, cut: int) -> Step:
-        """The final step of a request that the adapter itself ends, before the stop token at index `cut`."""
-        finish, stop_reason = sampling.finish_of("stop", output.token_ids[cut], request.sampling)
-        new = output.token_ids[sent:cut]
-        rows = None
-        if request.sampling.logprobs is not None:
-            rows = sampling.step_logprobs(new, output.logprobs[sent - lag :], request.sampling.logprobs)
-        usage = Usage(_prompt_tokens(request, submitted), cut, _cached_tokens(submitted.result))
-        return Step(new, rows, finish, stop_reason, usage)
-
-    def _last(self, request: EngineRequest, submitted: _Submitted, output: Any, sent: int, lag: int) -> Step:
-        """The final step. The ids may have shrunk below what was sent; the token that ended the answer is not passed on."""
-        finish, stop_reason = sampling.finish_of(output.finish_reason, output.stop_reason, request.sampling)
-        new = _without_end(request, output, output.token_ids[sent:], finish)
-        rows = None
-        if request.sampling.logprobs is not None:
-            rows = sampling.step_logprobs(new, (output.logprobs or [])[sent - lag :], request.sampling.logprobs)
-        usage = Usage(_prompt_tokens(request, submitted), sent + len(new), _cached_tokens(submitted.result))
-        return Step(new, rows, finish, stop_reason, usage)
 
     def _prefilled(self, request: EngineRequest, submitted: _Submitted, room: int) -> Prefilled:
         result = submitted.result
@@ -423,8 +452,7 @@ class TensorRTLLMEngine(Engine):
         """Aborting before the KV cache has arrived would leave prefill with a transfer that nobody ends."""
         result = submitted.result
         try:
-            with self._watch.flight() as flight:
-                flight.task = asyncio.current_task()
+            with self._watch.flight():
                 async for _ in result:
                     break
         except Exception as error:
@@ -505,10 +533,6 @@ def _without_end(request: EngineRequest, output: Any, new: list[int], finish: st
     if finish == "stop" and new[-1] == output.stop_reason:
         return new[:-1]
     return new
-
-
-def _prompt_tokens(request: EngineRequest, submitted: _Submitted) -> int:
-    return len(submitted.result.prompt_token_ids) if submitted.expanded else len(request.prompt.token_ids)
 
 
 def _cached_tokens(result: Any) -> int:

@@ -16,12 +16,17 @@ from dynamo.trtllm.errors import EngineDead, WorkerError
 
 
 class Flight:
-    """One request that the engine works on. `task` is set while it waits for the engine."""
+    """One request that the engine works on, for the task that began to read it.
 
-    __slots__ = ("ended_by", "task")
+    `waiting` says that the request waits for the engine. Looking up the task of each step would cost more than the step itself,
+    so a stream that changes tasks (pull) is ended by the process's exit instead.
+    """
+
+    __slots__ = ("ended_by", "task", "waiting")
 
     def __init__(self) -> None:
-        self.task: asyncio.Task[object] | None = None
+        self.task = asyncio.current_task()
+        self.waiting = True
         self.ended_by: WorkerError | None = None
 
 
@@ -59,7 +64,6 @@ class Watch:
             _uncancel(flight.task)
             raise type(flight.ended_by)(flight.ended_by.message) from flight.ended_by
         finally:
-            flight.task = None
             self._flights.discard(flight)
 
     def end(self, reason: WorkerError) -> None:
@@ -68,7 +72,7 @@ class Watch:
             self._over = reason
         for flight in list(self._flights):
             flight.ended_by = self._over
-            if flight.task is not None and flight.task is not asyncio.current_task():
+            if flight.waiting and flight.task is not None and flight.task is not asyncio.current_task():
                 flight.task.cancel()
 
     async def run(self) -> None:
