@@ -245,28 +245,27 @@ async def test_one_request_gets_its_bytes_in_order_and_each_url_once_but_the_nex
 
 @pytest.mark.asyncio
 async def test_the_first_failure_names_its_part_and_ends_the_other_downloads() -> None:
-    ended = asyncio.Event()
-    begun = asyncio.Event()
+    begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def answer(request: web.Request) -> web.StreamResponse:
-        if request.path == "/bad":
-            await begun.wait()
-            return web.Response(status=404)
-        response = web.StreamResponse()
-        await response.prepare(request)
+    async def serve_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
         begun.set()
-        try:
-            while True:
-                await response.write(b"x")
-                await asyncio.sleep(0.01)
-        finally:
-            ended.set()
+        assert await reader.read() == b""
+        ended.set()
+        writer.close()
 
-    async with serving(answer) as url, fetching() as fetcher:
+    async def answer(request: web.Request) -> web.Response:
+        await begun.wait()
+        return web.Response(status=404)
+
+    slow = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
+    async with slow, serving(answer) as url, fetching() as fetcher:
+        sources = parts_of(HttpSource(f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}/"), HttpSource(url))
         with pytest.raises(PartFault) as caught:
-            await fetcher.fetch_all(parts_of(HttpSource(f"{url}/slow"), HttpSource(f"{url}/bad")))
+            await fetcher.fetch_all(sources)
         assert caught.value.message == "image 2: the image host answered 404"
         await asyncio.wait_for(ended.wait(), 10)
+        assert fetcher._hosts == {}
 
 
 @pytest.mark.asyncio
@@ -282,20 +281,23 @@ async def test_all_media_of_a_request_together_are_limited() -> None:
 @pytest.mark.asyncio
 async def test_downloads_from_one_host_take_at_most_a_quarter_of_the_slots_and_all_arrive() -> None:
     running = most = 0
+    full = asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.005)
+        if running == 4:
+            full.set()
+        await full.wait()
         running -= 1
         return web.Response(body=request.path.encode())
 
     async with serving(answer) as url, fetching(replace(CONFIG, max_fetches=16)) as fetcher:
         bodies = await asyncio.gather(*(fetcher.fetch(HttpSource(f"{url}/{index}")) for index in range(40)))
-    assert bodies == [f"/{index}".encode() for index in range(40)]
+        assert bodies == [f"/{index}".encode() for index in range(40)]
+        assert fetcher._hosts == {}
     assert most == 4
-    assert fetcher._hosts == {}
 
 
 @pytest.mark.asyncio

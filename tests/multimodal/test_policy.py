@@ -159,6 +159,19 @@ async def test_internal_hosts_are_reached_when_the_operator_allows_it(
     assert connections == ["10.0.0.1"]
 
 
+@pytest.mark.asyncio
+async def test_a_trusted_egress_proxy_may_have_an_internal_address_and_nothing_else_may(
+    connections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    monkeypatch.setenv("DYN_MM_TRUST_EGRESS_PROXY", "1")
+    monkeypatch.setenv("no_proxy", "direct.example")
+    answers(monkeypatch, ["10.0.0.1"])
+    assert await fault_of("http://8.8.8.8/x.png") == "the image host refused the connection"
+    assert await fault_of("http://direct.example/x.png") == BLOCKED
+    assert connections == ["10.0.0.1"]
+
+
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "example", "", "8.8.8.8.8"])
 def test_public_addresses_and_names_are_not_blocked(address: str) -> None:
     assert not is_blocked(address)

@@ -11,6 +11,7 @@ import socket
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.helpers import proxies_from_env
 from aiohttp.resolver import DefaultResolver
 from dynamo.common.http.url_validator import is_blocked_ip
 
@@ -46,19 +47,22 @@ def _embedded_ipv4(address: IPv6Address) -> IPv4Address | None:
 class CheckedResolver(AbstractResolver):
     """Resolves names for the connections themselves, so an answer that changes after an earlier check gains nothing.
 
-    One blocked address among the answers refuses the name (Dynamo's own resolver would go on with the others).
+    One blocked address among the answers refuses the name (Dynamo's own resolver would go on with the others). The operator's own
+    egress proxies may have any address; whether they are used at all is decided by Dynamo's client.
     """
 
     def __init__(self, *, allow_internal: bool) -> None:
         self._inner = DefaultResolver()
         self._allow_internal = allow_internal
+        self._proxies = frozenset(proxy.proxy.host for proxy in proxies_from_env().values())
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """Addresses of `host`. Raises `BlockedAddress`, or `OSError` when there are none."""
         answers = await self._inner.resolve(host, port, family)
-        if not self._allow_internal and any(is_blocked(answer["host"]) for answer in answers):
+        checked = not self._allow_internal and host not in self._proxies
+        if checked and any(is_blocked(answer["host"]) for answer in answers):
             raise BlockedAddress("a blocked address is among the answers")
         return answers
 

@@ -242,9 +242,9 @@ def _scale_to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def _over_white(image: Image.Image) -> Image.Image:
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(image)
-    return white.convert("RGB")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image)
+    return white
 
 
 def _to_srgb(image: Image.Image) -> Image.Image:
