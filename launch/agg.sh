@@ -12,5 +12,5 @@ set -euo pipefail
 # shellcheck source=launch/lib/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
 
-launch_default_model Qwen/Qwen3-0.6B text AGG_ENGINE_ARGS=engine_configs/qwen3-0.6b/agg.yaml
+launch_default_model Qwen/Qwen3-0.6B text AGG_ENGINE_ARGS=engine_configs/qwen3/agg.yaml
 launch_main agg "$@"

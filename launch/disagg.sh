@@ -15,6 +15,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
 
 launch_default_model Qwen/Qwen3-0.6B text \
-    PREFILL_ENGINE_ARGS=engine_configs/qwen3-0.6b/prefill.yaml DECODE_ENGINE_ARGS=engine_configs/qwen3/decode.yaml
+    PREFILL_ENGINE_ARGS=engine_configs/qwen3/prefill.yaml DECODE_ENGINE_ARGS=engine_configs/qwen3/decode.yaml
 launch_default_devices PREFILL=0 DECODE=1
 launch_main disagg "$@"

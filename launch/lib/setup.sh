@@ -53,10 +53,20 @@ setup_find_uv() {
     fi
 }
 
+# uv trusts certificates of its own. Where the system has a store, that one counts, as it does for git and pip: it knows the
+# certificate of a company's proxy.
+setup_trust_system() {
+    local store
+    for store in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
+        [[ ! -s $store ]] || export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS-1}" UV_NATIVE_TLS="${UV_NATIVE_TLS-1}"
+    done
+}
+
 setup_install() {
     local uv python
     command -v python3 >/dev/null || command -v uv >/dev/null || { setup_say "needs python3 or uv on PATH" && return 1; }
     rm -f "$setup_venv/setup-stamp"
+    setup_trust_system
     uv=$(setup_find_uv) || { setup_say "could not install uv: is a package index reachable?" && return 1; }
     python=$(setup_find_python)
     setup_say "creating .venv with Python $python"
@@ -64,7 +74,7 @@ setup_install() {
         setup_say "no Python 3.11 or 3.12 was found, and none could be fetched"
         return 1
     }
-    setup_say "installing $(grep -c '^[^#]' "$setup_root/requirements.lock") pinned packages (several GB the first time)"
+    setup_say "installing the pinned packages (several GB the first time)"
     "$uv" pip install --python "$setup_venv/bin/python" --no-deps -r "$setup_root/requirements.lock" >&2 || {
         setup_say "packages could not be installed (see above): is a package index reachable, and is the disk full?"
         return 1

@@ -182,8 +182,8 @@ def test_gpus_are_given_out_by_default_for_tensorrt_llm_only() -> None:
 @pytest.mark.parametrize(
     ("script", "workers"),
     [
-        ("agg.sh", [("Qwen/Qwen3-0.6B", "text", "qwen3-0.6b/agg.yaml")]),
-        ("disagg.sh", [("Qwen/Qwen3-0.6B", "text", f"qwen3-0.6b/{role}.yaml") for role in ("prefill", "decode")]),
+        ("agg.sh", [("Qwen/Qwen3-0.6B", "text", "qwen3/agg.yaml")]),
+        ("disagg.sh", [("Qwen/Qwen3-0.6B", "text", f"qwen3/{role}.yaml") for role in ("prefill", "decode")]),
         (
             "disagg_multimodal.sh",
             [("Qwen/Qwen2-VL-7B-Instruct", "multimodal", f"qwen2-vl-7b-instruct/{role}.yaml") for role in ("prefill", "decode")],

@@ -62,10 +62,10 @@ def ask(url: str, model: str, image_url: str, prompt: str, timeout_s: float = 30
     try:
         started = time.monotonic()
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise AskError(f"the frontend answered {response.status}: {_error_text(response.read())}")
-        return _read_answer(_events(response), started)
+        with connection.getresponse() as response:
+            if response.status != 200:
+                raise AskError(f"the frontend answered {response.status}: {_error_text(response.read())}")
+            return _read_answer(_events(response), started)
     except (OSError, http.client.HTTPException) as error:
         raise AskError(f"the frontend at {url} could not be reached or broke off: {error}") from error
     finally:
