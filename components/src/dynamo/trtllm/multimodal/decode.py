@@ -91,6 +91,7 @@ _UPRIGHT: dict[int, Image.Transpose] = {
 }
 _SWAPPING = frozenset(_UPRIGHT[orientation] for orientation in (5, 6, 7, 8))
 _EXIF_ORIENTATION = 0x0112
+_PILLOW_MODULES = r"PIL\."
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,9 @@ def _check_size(width: int, height: int, config: MediaConfig) -> None:
 
 def _silence_pillow() -> None:
     """Keep Pillow's warnings about odd files out of the log. For the whole process, since a thread has no filter of its own."""
-    warnings.filterwarnings("ignore", module=r"PIL\.")
+    # Adding a filter makes every module forget which warnings it has shown, so it is added only where it is not in front.
+    if not warnings.filters or getattr(warnings.filters[0][3], "pattern", None) != _PILLOW_MODULES:
+        warnings.filterwarnings("ignore", module=_PILLOW_MODULES)
 
 
 def _open(kind: str, data: bytes) -> ImageFile.ImageFile:

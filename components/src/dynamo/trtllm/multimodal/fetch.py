@@ -120,6 +120,9 @@ class Fetcher:
                 del self._hosts[host]
 
     async def _acquire(self, semaphore: asyncio.Semaphore) -> None:
+        if not semaphore.locked():
+            await semaphore.acquire()
+            return
         try:
             await asyncio.wait_for(semaphore.acquire(), self._config.fetch_timeout_s)
         except asyncio.TimeoutError as error:
