@@ -245,7 +245,7 @@ def _engine_arguments(config: WorkerConfig, shape: ModelShape | None) -> Iterato
 
 
 def _unknown(config: WorkerConfig, release: Release, dotted: str, name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     origins = config.engine.origins
     origin = origins.get(dotted) or next((who for said, who in origins.items() if said.startswith(dotted + ".")), "default")
     advice = f"did you mean {near[0]}?" if near else "remove it"
