@@ -1,17 +1,19 @@
 """Tiny random models of every family that the portable engine serves, saved as directories like a real checkpoint.
 
-Weights are drawn wide enough (0.15) for a greedy answer to wander over the vocabulary. Nothing is downloaded: tokenizers and image
-processors are built in code.
+Weights are drawn wide enough (0.15) for a greedy answer to wander over the vocabulary. Nothing is downloaded: tokenizers and
+image processors are built in code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
@@ -91,9 +93,8 @@ def _qwen(name: str, **vision: Any) -> tuple[Any, Any]:
         "num_position_embeddings": 64,
         **vision,
     }
-    config = getattr(tf, f"{name}Config")(
-        text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END
-    )
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    config = getattr(tf, f"{name}Config")(text_config=text, vision_config=tower, **ids)
     size = {"shortest_edge": 56 * 56, "longest_edge": 224 * 224}
     images = tf.Qwen2VLImageProcessor(patch_size=_PATCH, merge_size=2, temporal_patch_size=2, size=size)
     videos = (tf.Qwen3VLVideoProcessor if name == "Qwen3VL" else tf.Qwen2VLVideoProcessor)(patch_size=_PATCH)
@@ -199,7 +200,8 @@ def text_llama() -> tuple[Any, Any]:
 
 
 def text_gemma2() -> tuple[Any, Any]:
-    config = tf.Gemma2Config(**text_config(sliding_window=8, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"] * 2))
+    layers = ["sliding_attention", "full_attention"] * 2
+    config = tf.Gemma2Config(**text_config(sliding_window=8, query_pre_attn_scalar=16, layer_types=layers))
     return tf.Gemma2ForCausalLM(config), tokenizer()
 
 
@@ -246,3 +248,37 @@ def make_tiny_engine(directory: Path, family: str = "qwen2_vl", **args: Any) -> 
         kind=EngineKind.TRANSFORMERS, model_path=str(directory), modality=modality, device="cpu", torch_threads=1, args=args
     )
     return TransformersEngine(config)
+
+
+def reference_model(directory: Path, family: str) -> Any:
+    """The same weights in Transformers itself: eager attention, float32, no end of sequence unless a test sets one."""
+    loader = tf.AutoModelForImageTextToText if family in MULTIMODAL else tf.AutoModelForCausalLM
+    model = loader.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def reference_tokens(
+    model: Any, processor: Any, family: str, ids: Sequence[int], images: Sequence[Image.Image], count: int
+) -> list[int]:
+    """What `generate` gives greedily after the expanded prompt `ids`, from the pixels of `images`."""
+    inputs = torch.tensor([list(ids)])
+    pixels: dict[str, Any] = {}
+    if images:
+        options = {"patch_size": 2 * _PATCH} if family == "mistral3" else {}
+        pixels = dict(processor.image_processor(images=[list(images)], return_tensors="pt", **options))
+        pixels.pop("num_crops", None)
+        kinds = {"gemma3": "token_type_ids"}.get(family, "mm_token_type_ids" if family.startswith("qwen") else None)
+        if kinds is not None:
+            pixels[kinds] = (inputs == IMAGE).long()
+    mask = torch.ones_like(inputs)
+    with torch.inference_mode():
+        output = model.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=count, do_sample=False, **pixels)
+    tokens: list[int] = output[0, len(ids) :].tolist()
+    return tokens
+
+
+def noise_image(seed: int, width: int, height: int) -> Image.Image:
+    """An image of random pixels, the same for the same arguments."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)

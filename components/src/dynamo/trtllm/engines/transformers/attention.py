@@ -1,8 +1,8 @@
 """The attention of the text model, registered with Transformers under `ATTENTION_NAME`.
 
-One query per row is the hot path: the query heads that share a K/V head are folded into the query dimension, so that the cached keys
-and values are read where they lie instead of being repeated per head. Longer queries go to PyTorch's fused attention. Registering
-no mask function makes the model take the masks of `cache` as they are.
+One query per row is the hot path: the query heads that share a K/V head are folded into the query dimension, so that the cached
+keys and values are read where they lie instead of being repeated per head. Longer queries go to PyTorch's fused attention.
+Registering no mask function makes the model take the masks of `cache` as they are.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [rows, heads, n, d] over `key` and `value` [rows, kv_heads, tokens, d].
 
-    `attention_mask` is additive, [rows or 1, 1, n, tokens]; None means: one query sees all tokens, more queries are causal from the
-    first token on. Returns [rows, n, heads, value_d]. Raises `NotImplementedError` for attention sinks and position biases.
+    `attention_mask` is additive, [rows or 1, 1, n, tokens]; None means: one query sees all tokens, more queries are causal from
+    the first token on. Returns [rows, n, heads, value_d]. Raises `NotImplementedError` for attention sinks and position biases.
     """
     if unused.get("s_aux") is not None or unused.get("position_bias") is not None:
         raise NotImplementedError("attention sinks and position biases")
@@ -52,7 +52,7 @@ def _by_hand(
         mask = torch.full((n, n), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device).triu_(1)
     if mask is not None and n > 1:
         mask = mask.repeat(1, 1, groups, 1) if mask.dim() == 4 else mask.repeat(groups, 1)
-    weights = torch.matmul(query.mul(scale).view(rows, -1, groups * n, dim), key.transpose(2, 3))
+    weights = torch.matmul(query.mul(scale).reshape(rows, -1, groups * n, dim), key.transpose(2, 3))
     if softcap is not None:
         weights = torch.tanh(weights / softcap) * softcap
     if mask is not None:

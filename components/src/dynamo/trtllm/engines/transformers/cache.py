@@ -52,7 +52,9 @@ class PromptCache:
         self._layer_keys, self._layer_values = list(self.keys), list(self.values)
         self.filled = 0
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         end = self.filled + keys.shape[2]
         all_keys, all_values = self._layer_keys[layer][:, :, :end], self._layer_values[layer][:, :, :end]
         all_keys[:, :, self.filled :] = keys
@@ -161,7 +163,9 @@ class BatchCache:
             return full, None
         return full, self.mask[: self.rows, None, None, self._low_sliding : self._end]
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         low = self._low_sliding if self.shape.sliding[layer] else self._low
         all_keys = self._layer_keys[layer][: self.rows, :, low : self._end]
         all_values = self._layer_values[layer][: self.rows, :, low : self._end]
@@ -185,8 +189,9 @@ class BatchCache:
         target = -(-max(column - low, tokens, 1) // _COLUMN_STEP) * _COLUMN_STEP
         used = (self.keys[:, :count, :, low:column], self.values[:, :count, :, low:column], self.mask[:count, low:column])
         if rows > self.row_capacity or target >= columns:
-            row_capacity = self.row_capacity if rows <= self.row_capacity else max(rows, min(2 * self.row_capacity, self._max_rows))
-            self._allocate(row_capacity, columns if target < columns else max(target + _COLUMN_STEP, columns + columns // 2))
+            more = columns if target < columns else max(target + _COLUMN_STEP, columns + columns // 2)
+            doubled = min(2 * self.row_capacity, self._max_rows)
+            self._allocate(self.row_capacity if rows <= self.row_capacity else max(rows, doubled), more)
         else:
             used = (used[0].clone(), used[1].clone(), used[2].clone())
             self.mask.fill_(self.shape.lowest)

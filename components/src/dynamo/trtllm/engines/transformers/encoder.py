@@ -43,7 +43,7 @@ class ImageEncoder:
             output = self._loaded.processor.image_processor(images=[item.image], return_tensors="pt", **self._processor_options())
         except (ValueError, ZeroDivisionError) as error:
             size = f"{item.image.width} x {item.image.height}"
-            raise ClientFault(f"this model cannot take an image of {size} pixels; use one that is larger or less elongated") from error
+            raise ClientFault(f"this model cannot take an image of {size} pixels; use a larger or less elongated one") from error
         return PixelInputs(item.digest, {k: v for k, v in output.items() if k in self._inputs and isinstance(v, torch.Tensor)})
 
     def _processor_options(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class ImageEncoder:
         if any(level.shape[0] != rows for level in levels):
             raise ClientFault("all levels of embeddings must have the same number of rows")
         if rows > self._loaded.context_length:
-            raise ClientFault(f"{rows} rows of embeddings are more than the context length, which is {self._loaded.context_length}")
+            raise ClientFault(f"{rows} rows of embeddings exceed the context length of {self._loaded.context_length}")
         self._require_rows(rows)
         return self._assemble(digest, levels, self._family.adopt(self._image, rows, extras))
 

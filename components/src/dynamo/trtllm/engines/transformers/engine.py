@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,9 +96,8 @@ class TransformersEngine(Engine):
             },
         )
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
-        async for step in self._stream(self._sequence(request, Stage.GENERATE)):
-            yield step
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
+        return self._stream(lambda: self._sequence(request, Stage.GENERATE))
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         sequence = self._sequence(request, Stage.PREFILL)
@@ -110,20 +110,20 @@ class TransformersEngine(Engine):
             raise
         return prefilled
 
-    async def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+        """See the port. `state` is read at the first step; release it when a step has come, or when the stream has ended."""
+        return self._stream(lambda: self._continued(request, first, state))
+
+    def _continued(self, request: EngineRequest, first: Step, state: EngineState) -> EngineSequence:
+        """The sequence of a request whose context stage ran elsewhere."""
         if len(first.token_ids) != 1 or first.finish is not None:
             raise EngineFault("the prefill worker handed over a request that has no token to continue")
         sequence = self._sequence(request, Stage.DECODE)
-        tokens = len(sequence.prompt_ids)
-        keys, values, delta, seed = unpack_state(state, self._require_loaded().cache_shape, tokens)
+        keys, values, delta, seed = unpack_state(state, self._require_loaded().cache_shape, len(sequence.prompt_ids))
         sequence.keys, sequence.values = keys, values
         sequence.rope_delta, sequence.choice.seed = delta, seed
         sequence.last_token, sequence.output = first.token_ids[0], 1
-        if sequence.max_new_tokens == 1:
-            yield Step((), None, "length", None, Usage(tokens, 1))
-            return
-        async for step in self._stream(sequence):
-            yield step
+        return sequence
 
     def image_tokens(self, width: int, height: int) -> int | None:
         return self._require_encoder().tokens_of(width, height)
@@ -148,9 +148,7 @@ class TransformersEngine(Engine):
         return self._require_encoder().adopt(digest, tensors, extras)
 
     async def check_health(self) -> None:
-        worker = self._require_worker()
-        if worker.dead is not None:
-            raise EngineDead(worker.dead.message) from worker.dead
+        self._require_worker().require_alive()
 
     def stats(self) -> Mapping[str, float]:
         return self._worker.stats() if self._worker is not None else {}
@@ -160,10 +158,14 @@ class TransformersEngine(Engine):
         if self._worker is not None:
             await self._worker.stop()
 
-    async def _stream(self, sequence: EngineSequence) -> AsyncGenerator[Step, None]:
-        worker, sink = self._require_worker(), sequence.sink
+    async def _stream(self, prepare: Callable[[], EngineSequence]) -> AsyncGenerator[Step, None]:
+        """Steps of the sequence that `prepare` makes. One generator deep: this is run for every token."""
+        worker, sequence = self._require_worker(), prepare()
+        sink, ended = sequence.sink, False
+        if sequence.output >= sequence.max_new_tokens:
+            yield Step((), None, "length", None, Usage(len(sequence.prompt_ids), sequence.output))
+            return
         worker.submit(sequence)
-        ended = False
         try:
             while not ended:
                 step: Step = await sink.get()
@@ -184,6 +186,9 @@ class TransformersEngine(Engine):
         if self._options.max_input_len is not None and length > self._options.max_input_len:
             raise LimitFault(f"the prompt has {length} tokens; at most {self._options.max_input_len} are taken")
         images = tuple(self._span(prompt.token_ids, media, at + 1) for at, media in enumerate(prompt.media))
+        for at, (before, after) in enumerate(itertools.pairwise(images)):
+            if before.stop >= after.start:
+                raise PartFault(at + 2, "there must be at least one token between two images")
         _require_known_ids(prompt.token_ids, images if stage is not Stage.DECODE else None, loaded)
         room = self._context_length - length
         longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -194,7 +199,7 @@ class TransformersEngine(Engine):
             stage=stage,
             prompt_ids=tuple(prompt.token_ids),
             images=images,
-            choice=make_choice(sampling, seed, eos, loaded.vocabulary),
+            choice=make_choice(sampling, seed, eos, loaded.logits),
             max_new_tokens=longest,
             stop_ids=sampling.stop_token_ids,
             eos_ids=eos,
@@ -214,7 +219,7 @@ class TransformersEngine(Engine):
         for name in names:
             tensor = item.tensors.get(name)
             if tensor is None or tuple(tensor.shape) != (placed, loaded.hidden_size):
-                raise PartFault(position, f"its embeddings are not the {placed} rows of {loaded.hidden_size} that the prompt needs")
+                raise PartFault(position, f"its embeddings are not the {placed} x {loaded.hidden_size} that the prompt needs")
         return ImageSpan(item, media.start, media.start + media.length)
 
     def _require_loaded(self) -> LoadedModel:
@@ -235,7 +240,7 @@ class TransformersEngine(Engine):
 
 
 def _require_known_ids(token_ids: Sequence[int], images: tuple[ImageSpan, ...] | None, loaded: LoadedModel) -> None:
-    """Ids must lie in the embedding table, except image tokens that stand for features. `images` is None after the context stage."""
+    """Ids must lie in the embedding table, but for image tokens that stand for features. `images` is None in the decode stage."""
     if min(token_ids) >= 0 and max(token_ids) < loaded.vocabulary:
         return
     feature = loaded.image.feature if loaded.image else -1

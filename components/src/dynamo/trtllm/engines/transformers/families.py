@@ -128,7 +128,13 @@ def _gemma3_tokens(config: Any, processor: Any) -> ImageTokens:
     return ImageTokens(begin, config.image_token_id, begin=(*gap, begin), end=(end, *gap))
 
 
-_QWEN: dict[str, Any] = {"tokens": _qwen_tokens, "expand": _repeat, "adopt": _adopt_grid, "grid": True, "size_key": "image_grid_thw"}
+_QWEN: dict[str, Any] = {
+    "tokens": _qwen_tokens,
+    "expand": _repeat,
+    "adopt": _adopt_grid,
+    "grid": True,
+    "size_key": "image_grid_thw",
+}
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": Family("Qwen2-VL", **_QWEN),

@@ -48,6 +48,9 @@ class LoadedModel:
     layer_types: tuple[str, ...]
     """The kinds of layers that the model wants one mask each for; one kind takes its mask bare."""
     vocabulary: int
+    """Rows of the embedding table."""
+    logits: int
+    """Tokens that can be chosen."""
     hidden_size: int
     context_length: int
     kv_tokens: int
@@ -72,9 +75,10 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
     family = FAMILIES.get(kind)
     if family is None and (config.modality is Modality.MULTIMODAL or hasattr(settings, "vision_config")):
         raise _unsupported(architecture, f"the portable engine serves images with {supported_names()}")
-    _set_threads(config.torch_threads, directory, device)
     register()
+    _set_threads(config.torch_threads, 0, device)
     model = _load_weights(directory, family, device, _dtype(options.dtype, device), architecture)
+    _set_threads(config.torch_threads, sum(p.numel() for p in model.parameters()), device)
     text_config = model.config.get_text_config()
     decoder = model.base_model.language_model if family else None
     shape, layer_types = _cache_shape(model, text_config, architecture)
@@ -96,6 +100,7 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
         cache_shape=shape,
         layer_types=layer_types,
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        logits=int(model.get_output_embeddings().weight.shape[0]),
         hidden_size=int(text_config.hidden_size),
         context_length=context_length,
         kv_tokens=_kv_tokens(options, shape, context_length),
@@ -148,12 +153,10 @@ def _architecture(settings: Any) -> str:
     return str((getattr(settings, "architectures", None) or [settings.model_type])[0])
 
 
-def _set_threads(threads: int | None, directory: str, device: torch.device) -> None:
-    """Must come before the first operation: more threads than a small model can use make every step slower."""
+def _set_threads(threads: int | None, parameters: int, device: torch.device) -> None:
+    """More threads than a small model can use make every step slower, most of all beside other workers."""
     if threads is None:
-        weights = sum(f.stat().st_size for f in Path(directory).glob("*.safetensors"))
-        small = weights < SMALL_MODEL_PARAMETERS * 2
-        threads = 1 if small and device.type == "cpu" else (os.cpu_count() or 1)
+        threads = 1 if parameters < SMALL_MODEL_PARAMETERS or device.type != "cpu" else (os.cpu_count() or 1)
     torch.set_num_threads(threads)
 
 
@@ -163,14 +166,17 @@ def _load_weights(directory: str, family: Family | None, device: torch.device, d
         model = loader.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _unsupported(architecture, f"it cannot be loaded; the portable engine serves {supported_names()}") from error
-    return model.to(device).eval()
+    model = model.to(device)  # type: ignore[arg-type]
+    return model.eval()
 
 
 def _load_processor(directory: str, architecture: str, config: Any) -> Any:
     try:
-        processor = transformers.AutoProcessor.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        auto: Any = transformers.AutoProcessor
+        processor = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise StartupError(f"{architecture}: its image processor cannot be loaded; the model directory needs its processor files") from error
+        reason = "its image processor cannot be loaded; the model directory needs its processor files"
+        raise StartupError(f"{architecture}: {reason}") from error
     if not hasattr(processor, "image_processor"):
         raise StartupError(f"{architecture}: the model directory has no image processor; add its preprocessor_config.json")
     if getattr(processor, "patch_size", 0) is None:
@@ -190,7 +196,7 @@ def _cache_shape(model: Any, text_config: Any, architecture: str) -> tuple[Cache
     try:
         cache = DynamicCache(config=text_config)
         model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-        layers = [layer for layer in cache.layers if layer.is_initialized]
+        layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
         if not layers or len(layers) != text_config.num_hidden_layers or any(type(layer) not in _LAYER_KINDS for layer in layers):
             raise _unsupported(architecture, reason)
         key_shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers}
@@ -218,7 +224,8 @@ def _context_length(text_config: Any, options: EngineOptions, architecture: str)
     rope = getattr(text_config, "rope_parameters", None) or {}
     if isinstance(rope, dict) and rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         # These scale positions by the longest row of a batch; up to the original length they are constant.
-        most = rope.get("original_max_position_embeddings") or getattr(text_config, "original_max_position_embeddings", None) or most
+        original = "original_max_position_embeddings"
+        most = rope.get(original) or getattr(text_config, original, None) or most
     if options.max_seq_len is None:
         return min(most or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     if most is not None and options.max_seq_len > most:

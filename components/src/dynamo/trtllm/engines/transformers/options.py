@@ -38,16 +38,16 @@ def parse_options(args: Mapping[str, Any]) -> EngineOptions:
         if args.pop(key, 1) != 1:
             raise StartupError(f"{key} must be 1 for the portable engine: it runs on one device; use --engine tensorrt_llm")
     kv_cache = {k: v for k, v in dict(args.pop("kv_cache_config", None) or {}).items() if v is not None}
-    options: dict[str, Any] = {
-        key: _count(key, args.pop(key)) for key in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len") if key in args
-    }
+    limits = [key for key in ("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len") if key in args]
+    options: dict[str, Any] = {key: _count(key, args.pop(key)) for key in limits}
     for key, ours in (("max_tokens", "max_kv_tokens"), ("tokens_per_block", "tokens_per_block")):
         if key in kv_cache:
             options[ours] = _count(f"kv_cache_config.{key}", kv_cache.pop(key))
     if "tokens_per_block" in args:
         options["tokens_per_block"] = _count("tokens_per_block", args.pop("tokens_per_block"))
-    if "free_gpu_memory_fraction" in kv_cache:
-        options["memory_fraction"] = _fraction("kv_cache_config.free_gpu_memory_fraction", kv_cache.pop("free_gpu_memory_fraction"))
+    fraction = "free_gpu_memory_fraction"
+    if fraction in kv_cache:
+        options["memory_fraction"] = _fraction(f"kv_cache_config.{fraction}", kv_cache.pop(fraction))
     options["dtype"] = str(args.pop("dtype", "auto"))
     if options["dtype"] not in _DTYPES:
         raise StartupError(f"dtype must be one of {', '.join(_DTYPES)}, not {options['dtype']}")

@@ -49,9 +49,10 @@ class Choice:
         return self.temperature == 0.0 and self.logprobs is None and not self.has_penalties
 
     def begin(self, token_ids: Sequence[int], vocabulary: int, device: torch.device) -> None:
-        """Count the tokens that the penalties have to know."""
+        """Count the tokens that the penalties have to know; image tokens may lie beyond the `vocabulary`."""
         if self.has_penalties:
-            self.counts = torch.bincount(torch.tensor(token_ids, device=device), minlength=vocabulary).float()
+            ids = torch.tensor(token_ids, device=device)
+            self.counts = torch.bincount(ids[ids < vocabulary], minlength=vocabulary).float()
 
     def note(self, token_id: int) -> None:
         if self.counts is not None:
@@ -121,8 +122,8 @@ def sample(
 ) -> tuple[torch.Tensor, list[StepLogprobs | None] | None]:
     """Choose a token per row of `logits` [rows, vocabulary].
 
-    `indices` say which output token of its request each row is, from 0. Returns the tokens [rows] and, when any row asked for them,
-    a list with each row's log probabilities. Changes nothing in `choices`.
+    `indices` say which output token of its request each row is, from 0. Returns the tokens [rows] and, when any row asked for
+    them, a list with each row's log probabilities. Changes nothing in `choices`.
     """
     adjusted = logits
     if any(c.min_tokens > i or c.has_penalties for c, i in zip(choices, indices, strict=True)):
@@ -153,13 +154,14 @@ def _adjust(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[i
 def _draw(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> torch.Tensor:
     """One token per row by inversion: the first token, in order of ids, at which the summed probability passes the row's draw."""
     device = logits.device
-    column = {"device": device, "dtype": torch.float32}
-    logits = logits / torch.tensor([c.temperature for c in choices], **column)[:, None].clamp_min(1e-5)
+    temperatures = torch.tensor([c.temperature for c in choices], device=device, dtype=torch.float32)[:, None]
+    logits = logits / temperatures.clamp_min(1e-5)
     if any(c.top_k or c.top_p < 1.0 for c in choices):
         logits = _keep_likeliest(logits, choices)
     probabilities = torch.softmax(logits, -1, dtype=torch.float64)
     if any(c.min_p > 0.0 for c in choices):
-        floor = torch.tensor([c.min_p for c in choices], **column)[:, None] * probabilities.amax(-1, keepdim=True)
+        shares = torch.tensor([c.min_p for c in choices], device=device, dtype=torch.float64)[:, None]
+        floor = shares * probabilities.amax(-1, keepdim=True)
         probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
     draws = [uniform(c.seed, i) for c, i in zip(choices, indices, strict=True)]
     summed = probabilities.cumsum(-1)

@@ -1,6 +1,6 @@
 """Continuous batching: which requests compute in the next step, what they hold, and what each step gives to them.
 
-A request waits, in order of arrival, until its KV cache blocks are free for its whole length; then its prompt is computed, in chunks
+A request waits, in order of arrival, until KV cache blocks are free for its whole length; then its prompt is computed, in chunks
 that fit the step's budget, then it joins the batch that is decoded in one forward per step. It leaves between two steps.
 Blocks are set aside for prompt and longest output at once, so a running request never runs out of them.
 """
@@ -33,7 +33,7 @@ class Scheduler:
     def __init__(self, loaded: LoadedModel, options: EngineOptions, total_blocks: int) -> None:
         self._runner = ModelRunner(loaded, options.max_batch_size)
         self._options = options
-        self._vocabulary, self._device = loaded.vocabulary, loaded.device
+        self._vocabulary, self._device = loaded.logits, loaded.device
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._running: list[Sequence] = []

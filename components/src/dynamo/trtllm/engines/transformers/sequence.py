@@ -31,7 +31,7 @@ class ImageSpan:
 
 @dataclass(eq=False)
 class Sequence:
-    """State of one request. `sink` stands for whoever waits for it; the engine hands events to it, this class never looks inside."""
+    """State of one request. `sink` stands for whoever waits for it; this class never looks inside."""
 
     stage: Stage
     prompt_ids: tuple[int, ...]
@@ -63,7 +63,6 @@ class Sequence:
     """What is added to a token's index to give its position after the prompt."""
     row: int = -1
     finished: bool = False
-    cancelled: bool = False
 
     def take(self, token: int, logprobs: StepLogprobs | None) -> Step:
         """Account for the next output token; `Step.finish` is set when it ended the request."""

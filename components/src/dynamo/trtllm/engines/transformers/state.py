@@ -1,7 +1,7 @@
 """What prefill hands to decode: keys and values of the prompt, and the few numbers that go with them.
 
-`k` and `v` are [layers, kv_heads, tokens, dim], contiguous, in the cache's dtype. Penalties and stop conditions are not in it: decode
-rebuilds them from the token ids. The seed is, so that an unseeded request goes on with the stream it began.
+`k` and `v` are [layers, kv_heads, tokens, dim], contiguous, in the cache's dtype. Penalties and stop conditions are not in it:
+decode rebuilds them from the token ids. The seed is, so that an unseeded request goes on with the stream it began.
 """
 
 from __future__ import annotations

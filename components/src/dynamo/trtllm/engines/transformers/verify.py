@@ -33,8 +33,8 @@ def verify(loaded: LoadedModel) -> None:
 
 def _refusal(loaded: LoadedModel) -> StartupError:
     return StartupError(
-        f"{loaded.architecture} is not supported: the portable engine does not reproduce its results; it serves {supported_names()},"
-        " and text-only causal models with full or sliding attention"
+        f"{loaded.architecture} is not supported: the portable engine does not reproduce its results; it serves "
+        f"{supported_names()}, and text-only causal models with full or sliding attention"
     )
 
 

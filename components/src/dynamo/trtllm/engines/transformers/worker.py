@@ -21,6 +21,8 @@ from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerEr
 logger = logging.getLogger(__name__)
 
 _MAX_ENCODE_BATCH = 16
+_MAX_ENCODE_VALUES = 1 << 23
+"""Pixel values in one pass of the vision tower: running requests wait for no more than that."""
 
 
 @dataclass(eq=False)
@@ -29,7 +31,6 @@ class EncodeJob:
 
     pixels: PixelInputs
     sink: Any
-    cancelled: bool = False
 
 
 class Sink:
@@ -69,7 +70,7 @@ class Worker:
         self._scheduler: Scheduler | None = None
         self._encoder: ImageEncoder | None = None
         self.encoded_images = 0
-        self.dead: WorkerError | None = None
+        self.dead: EngineDead | None = None
 
     async def start(self, setup: Callable[[], tuple[Scheduler, ImageEncoder | None]]) -> None:
         """Start the thread and wait until `setup` has run in it; its exception is raised here."""
@@ -81,7 +82,7 @@ class Worker:
     def require_alive(self) -> None:
         """Raises what ended the engine when it has ended."""
         if self.dead is not None:
-            raise self.dead
+            raise EngineDead(self.dead.message) from self.dead.__cause__
 
     def submit(self, item: Sequence | EncodeJob) -> None:
         """Queue a request. Raises what ended the engine when it has ended."""
@@ -124,12 +125,13 @@ class Worker:
             self._call(_settle, ready, None)
             try:
                 self._run(self._scheduler)
-                self.dead = ShuttingDown("the engine has been closed")
+                reason: WorkerError = ShuttingDown("the engine has been closed")
+                self.dead = EngineDead(reason.message)
             except Exception as error:
                 logger.critical("the engine's step failed; no request can be served any more", exc_info=error)
-                self.dead = EngineDead("the engine failed and serves no further request")
+                self.dead = reason = EngineDead("the engine failed and serves no further request")
                 self.dead.__cause__ = error
-            self._end_all(self._scheduler, self.dead)
+            self._end_all(self._scheduler, reason)
 
     def _run(self, scheduler: Scheduler) -> None:
         while self._take_commands(scheduler):
@@ -165,7 +167,11 @@ class Worker:
 
     def _encode_step(self) -> None:
         """Encode what has gathered while the last step ran, up to a batch."""
-        jobs = [self._encodes.popleft() for _ in range(min(len(self._encodes), _MAX_ENCODE_BATCH))]
+        jobs: list[EncodeJob] = []
+        values = 0
+        while self._encodes and len(jobs) < _MAX_ENCODE_BATCH and values < _MAX_ENCODE_VALUES:
+            jobs.append(self._encodes.popleft())
+            values += sum(t.numel() for t in jobs[-1].pixels.tensors.values())
         assert self._scheduler is not None
         self._scheduler.events.extend(self._encode(jobs))
 
