@@ -18,10 +18,12 @@ setup_is_current() {
 }
 
 # Prints a Python for `uv venv`: the first on PATH that runs and is 3.11 or 3.12, else a version, which uv looks for or fetches.
+# .venv itself may be on PATH, but it cannot be made from itself.
 setup_find_python() {
-    local name path
-    for name in python3 python3.12 python3.11; do
-        path=$(type -P "$name") || continue
+    local path paths
+    mapfile -t paths < <(type -aP python3 python3.12 python3.11)
+    for path in "${paths[@]}"; do
+        [[ $path != "$setup_venv"/* ]] || continue
         if "$path" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             echo "$path"
             return

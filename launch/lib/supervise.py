@@ -9,7 +9,7 @@ usage: supervise.py [options] --start LABEL COUNT ARG...
   --ready-timeout S           gives up when the model is not listed after S seconds
   --grace S                   time between SIGTERM and SIGKILL
   --temporary NAME            makes a directory, passes its path in the variable NAME, removes it at the end
-  --log FILE                  writes the processes' output there and shows its last lines on failure; removed after a good end
+  --log FILE                  writes the processes' output there and shows the end of it on failure; removed after a good end
   --since EPOCH               counts the time until ready from this moment
 
 The first process to end takes the others with it, and its name and status are reported. SIGTERM, SIGINT and SIGHUP end all of
@@ -51,11 +51,12 @@ T = TypeVar("T")
 
 
 class LaunchError(Exception):
-    """What ended the launch, in one sentence, and the exit status that goes with it."""
+    """What ended the launch, in one sentence, the exit status that goes with it, and the process whose fault it was, if any."""
 
-    def __init__(self, message: str, status: int = 1) -> None:
+    def __init__(self, message: str, status: int = 1, label: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.label = label
 
 
 class Interrupted(LaunchError):
@@ -265,7 +266,7 @@ def _write(target: BinaryIO, lines: list[bytes]) -> None:
 
 async def _ended(label: str, process: Process) -> None:
     status = _shell_status(await process.wait())
-    raise LaunchError(f"{label} ended with status {status}, ending the rest", status or 1)
+    raise LaunchError(f"{label} ended with status {status}, ending the rest", status or 1, label)
 
 
 def _shell_status(returncode: int) -> int:
@@ -319,9 +320,11 @@ def say(message: str) -> None:
     print(f"launch: {message}", file=sys.stderr, flush=True)
 
 
-def _show_log_end(path: str) -> None:
+def _show_log_end(path: str, label: str) -> None:
+    """Shows the last lines of one process, or of all without a label."""
     with contextlib.suppress(FileNotFoundError), open(path, errors="replace") as file:
-        sys.stderr.writelines(deque(file, LOG_TAIL_LINES))
+        lines = (line for line in file if not label or line.startswith(f"[{label}] "))
+        sys.stderr.writelines(deque(lines, LOG_TAIL_LINES))
 
 
 def main() -> int:
@@ -337,7 +340,7 @@ def main() -> int:
     except LaunchError as error:
         status, good = error.status, isinstance(error, Interrupted)
         if plan.log and not good:
-            _show_log_end(plan.log)
+            _show_log_end(plan.log, error.label)
     if plan.log and good:
         os.unlink(plan.log)
     elif plan.log:
