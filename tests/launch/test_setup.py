@@ -12,7 +12,10 @@ import pytest
 
 from launch.harness import DEADLINE_S, ROOT, wait_until
 
-SYSTEM_TOOLS = ("bash", "cat", "chmod", "cp", "cut", "dirname", "flock", "grep", "ln", "mkdir", "rm", "sed", "sha256sum", "sh", "touch")
+SYSTEM_TOOLS = (
+    *("bash", "cat", "chmod", "cp", "cut", "dirname", "flock", "grep"),
+    *("ln", "mkdir", "rm", "sed", "sha256sum", "sh", "touch"),
+)
 UV = """#!/bin/sh
 [ "$1" = --version ] || echo "uv $*" >>"$CALLS"
 case "$1 $2" in
