@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.trtllm_utils import parse_args
+from dynamo.trtllm.utils.trtllm_utils import parse
 
 if TYPE_CHECKING:
-    from dynamo.trtllm.config import WorkerConfig
+    from dynamo.trtllm.config import Invocation, WorkerConfig
 
 EXIT_BAD_START = 2
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Run the worker that `sys.argv` and the environment describe; returns when it has ended, exits non-zero when it failed."""
     try:
-        code = _run(parse_args())
+        code = _run(parse())
     except StartupError as error:
         print(f"dynamo.trtllm: {error.message}", file=sys.stderr)
         code = EXIT_BAD_START
@@ -31,13 +31,34 @@ def main() -> None:
         sys.exit(code)
 
 
-def _run(config: WorkerConfig) -> int:
+def _run(invocation: Invocation) -> int:
+    if invocation.check is not None:
+        from dynamo.trtllm.preflight.check import run
+
+        return run(invocation)
+    require_no_faults(invocation.config)
+    return _run_worker(invocation)
+
+
+def require_no_faults(config: WorkerConfig) -> None:
+    """What `--check` would find, found before anything is loaded. Raises `StartupError` with every fault."""
+    from dynamo.trtllm.preflight.faults import find_faults
+
+    faults = find_faults(config)
+    if faults:
+        raise StartupError("; ".join(faults))
+
+
+def _run_worker(invocation: Invocation) -> int:
     import uvloop
     from dynamo.runtime.logging import configure_dynamo_logging
 
     configure_dynamo_logging()
+    logging.getLogger("PIL").setLevel(logging.INFO)  # its debug lines hold bytes of the users' pictures
+    for note in invocation.notes:
+        logger.warning(note)
     uvloop.install()
-    return asyncio.run(serve(config))
+    return asyncio.run(serve(invocation.config))
 
 
 async def serve(config: WorkerConfig) -> int:

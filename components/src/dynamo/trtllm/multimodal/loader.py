@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
-
 from dynamo.trtllm.config import MediaConfig, Modality
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, Engine, EngineInfo
@@ -17,6 +15,7 @@ from dynamo.trtllm.errors import LimitFault
 from dynamo.trtllm.multimodal.blocking import all_or_none, run_blocking
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.decode import ImageHeader, check_header, decode, digest_of
+from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.parts import EmbeddingFile, MediaPart, Source, at_part, classify
 

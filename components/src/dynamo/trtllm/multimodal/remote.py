@@ -1,7 +1,7 @@
 """Media items from encode workers: choose an instance, ask it, and read the embeddings that it offers.
 
-The instance for an item is chosen by rendezvous hash of the item's reference, so that one picture is encoded once in a cluster; the
-next one in its order serves when the first is gone or has too much to do.
+The instance for an item is chosen by rendezvous hash of the item's reference, so that one picture is encoded once in a cluster;
+the next one in its order serves when the first is gone or has too much to do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RemoteEncoder:
         self._retries = 0
 
     async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
-        """The items of `parts`, in order; all or none. Raises what `MediaLoader.load` raises, `PeerUnavailable` and `PeerTimeout`."""
+        """As `MediaLoader.load`; raises `PeerUnavailable` and `PeerTimeout` besides."""
         self._check(parts)
         if self._fallback is not None and not self._client.instances():
             return await self._fallback.load(parts, budget, context)

@@ -1,0 +1,84 @@
+"""A picture server on loopback for process tests: serves the demo's drawn pictures and counts who asked for what."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from dynamo.trtllm.demo.pictures import Picture, draw
+
+
+def png(picture: Picture) -> bytes:
+    """The picture as a PNG file."""
+    sink = io.BytesIO()
+    picture.image.save(sink, "PNG")
+    return sink.getvalue()
+
+
+class PictureServer:
+    """`/picture/SEED.png` is the demo generator's picture of that seed. `hits` counts whole GETs by path.
+
+    The frontend looks at each picture's first bytes by a range request; that probe is answered and not counted.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.hits: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def picture_url(self, seed: int) -> str:
+        return f"{self.url}/picture/{seed}.png"
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        path = request.path.partition("?")[0]
+        probe = request.headers.get("Range")
+        if probe is None:
+            with self._lock:
+                self.hits[path] += 1
+        name = path.removeprefix("/picture/").removesuffix(".png")
+        if not name.isdigit():
+            request.send_error(404)
+            return
+        body = png(draw(int(name)))
+        if probe is None:
+            request.send_response(200)
+        else:
+            last = min(int(probe.rpartition("-")[2] or len(body)), len(body) - 1)
+            request.send_response(206)
+            request.send_header("Content-Range", f"bytes 0-{last}/{len(body)}")
+            body = body[: last + 1]
+        request.send_header("Content-Type", "image/png")
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+
+
+@contextmanager
+def picture_server() -> Iterator[PictureServer]:
+    """A running server, ended with the block."""
+    state: list[PictureServer] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            state[0].answer(self)
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    state.append(PictureServer(server.server_address[1]))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield state[0]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
