@@ -434,6 +434,9 @@ class TensorRTLLMEngine(Engine):
     ) -> Step:
         """The first token, and whether it ends the request: the context stage itself always stops after one token."""
         options = request.sampling
+        if output.finish_reason == "stop":
+            finish, stop_reason = sampling.finish_of("stop", output.stop_reason, options)
+            return Step((), None, finish, stop_reason, Usage(prompt_tokens, 0))
         if not token_ids:
             raise EngineFault("the engine returned no first token")
         token = token_ids[0]
