@@ -19,11 +19,11 @@ SCRIPT_VARIABLES = ("MODEL_PATH", "SERVED_MODEL_NAME", "MODALITY", "ENGINE", "AL
 SCRIPT_PREFIXES = ("DYN", "NUM_", "AGG_", "PREFILL_", "DECODE_", "ENCODE_", "LAUNCH_", "FAKE_", "CUDA_", "OMP_", "PYTHONPATH")
 
 
-def wait_until(condition: Callable[[], object], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
     """Polls until `condition` is true; fails naming `what`."""
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {DEADLINE_S:g} s"
+        assert time.monotonic() < end, f"{what} did not happen within {deadline_s:g} s"
         time.sleep(0.02)
 
 

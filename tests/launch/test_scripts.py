@@ -34,7 +34,7 @@ def planned(name: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> li
 
 
 def words_of(name: str, *arguments: str, **settings: str) -> list[list[str]]:
-    return [words for _, words in planned(name, *arguments, **settings)]
+    return [words for _, words in planned(name, *arguments, cwd=ROOT, **settings)]
 
 
 def worker(*words: str, model: str = "m", engine: str = "double", modality: str = "multimodal") -> list[str]:
