@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dynamo.trtllm.config import Modality, Role
+from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Sampling, Step
+from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
 from engines.contract import generate, split
 from engines.tensorrt_llm_subject import (
     RELEASES,
@@ -25,11 +30,6 @@ from engines.tensorrt_llm_subject import (
     script,
     started,
 )
-
-from dynamo.trtllm.config import Modality, Role
-from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Sampling, Step
-from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
-from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
 
 BOTH_HALVES = {**TRANSCEIVER, "disable_overlap_scheduler": True}
 
@@ -82,7 +82,7 @@ async def test_without_the_library_start_names_the_install_command_and_the_other
     ("args", "sentence"),
     [
         ({"max_batch_sise": 4}, r"does not know the engine argument max_batch_sise; did you mean max_batch_size\?"),
-        ({"kv_cache_config": {"enable_block_reus": False}}, r"kv_cache_config\.enable_block_reus; did you mean enable_block_reuse\?"),
+        ({"kv_cache_config": {"enable_block_reus": False}}, r"enable_block_reus; did you mean enable_block_reuse\?"),
         ({"tensor_parallel_size": 64}, r"could not load the model: Only 8 GPUs are available, but 64 are required"),
         ({"cache_transceiver_config": {"backend": "PIGEON"}}, r"refused the engine argument cache_transceiver_config\.backend"),
     ],
@@ -99,7 +99,9 @@ async def test_a_bad_argument_is_told_in_one_sentence(release: str, model: Path,
     ("argument", "knows"),
     [({"multimodal_config": {}}, {"1.3.0rc29"}), ({"build_config": {}}, {"1.2.1"}), ({"backend": "pytorch"}, set(RELEASES))],
 )
-async def test_only_arguments_of_the_installed_release_are_taken(release: str, model: Path, argument: Any, knows: set[str]) -> None:
+async def test_only_arguments_of_the_installed_release_are_taken(
+    release: str, model: Path, argument: Any, knows: set[str]
+) -> None:
     engine = TensorRTLLMEngine(engine_config(model, args=argument))
     if release in knows:
         await engine.start()
@@ -238,7 +240,9 @@ def test_no_sampling_option_is_left_out_of_these_tests() -> None:
         (GuidedDecoding(structural_tag={"a": 1}), {"structural_tag": '{"a": 1}'}),
     ],
 )
-async def test_every_grammar_reaches_the_engine(release: str, model: Path, guided: GuidedDecoding, expected: dict[str, Any]) -> None:
+async def test_every_grammar_reaches_the_engine(
+    release: str, model: Path, guided: GuidedDecoding, expected: dict[str, Any]
+) -> None:
     async with started(engine_config(model, args={"guided_decoding_backend": "xgrammar"})) as (engine, _):
         await read(engine.generate(ask(guided=guided)), 1)
         given = instances()[-1].seen[-1]["sampling_params"].guided_decoding

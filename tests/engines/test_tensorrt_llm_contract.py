@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
 from engines.contract import Subject
 from engines.tensorrt_llm_subject import RELEASES, TRANSCEIVER, engine_config, installed, model_directory, started
 from engines.test_contract import (  # noqa: F401 - the suite runs here with this module's subject

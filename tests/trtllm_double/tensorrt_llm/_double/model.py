@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Sequence
@@ -77,7 +78,9 @@ def natural_length(key: int) -> int:
     return 5 + key % 11
 
 
-def mrope_positions(ids: Sequence[int], image_id: int, grids: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def mrope_positions(
+    ids: Sequence[int], image_id: int, grids: Sequence[tuple[int, int, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of an expanded prompt, token by token (the plain way, to check the adapter's way)."""
     columns: list[tuple[int, int, int]] = []
     remaining = list(grids)
@@ -89,7 +92,8 @@ def mrope_positions(ids: Sequence[int], image_id: int, grids: Sequence[tuple[int
             at += 1
             continue
         frames, height, width = remaining.pop(0)
-        columns += [(following + t, following + y, following + x) for t in range(frames) for y in range(height) for x in range(width)]
+        cells = itertools.product(range(frames), range(height), range(width))
+        columns += [(following + t, following + y, following + x) for t, y, x in cells]
         at += frames * height * width
         following += max(frames, height, width)
     positions = torch.tensor(columns, dtype=torch.int64).T.unsqueeze(1)

@@ -1,7 +1,7 @@
 """The release that the double plays and the faults that it acts out.
 
-`TRTLLM_DOUBLE_RELEASE` chooses the release, `TRTLLM_DOUBLE_SCRIPT` holds `Script` fields as JSON; both are read at import, so that a
-worker process can be scripted. Tests in one process change `script` itself.
+`TRTLLM_DOUBLE_RELEASE` chooses the release, `TRTLLM_DOUBLE_SCRIPT` holds `Script` fields as JSON; both are read at import, so
+that a worker process can be scripted. Tests in one process change `script` itself.
 """
 
 from __future__ import annotations

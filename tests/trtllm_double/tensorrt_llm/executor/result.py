@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-Logprob = NamedTuple("Logprob", [("logprob", float), ("rank", "int | None")])
+
+class Logprob(NamedTuple):
+    logprob: float
+    rank: int | None
 
 
 class CompletionOutput:
@@ -23,7 +26,9 @@ class CompletionOutput:
 class RequestOutput:
     """Made by the engine only. Awaitable, and an async iterator that yields itself after each step."""
 
-    def __init__(self, request_id: int, prompt_token_ids: list[int], steps: AsyncIterator[None], on_abort: Callable[[], None]) -> None:
+    def __init__(
+        self, request_id: int, prompt_token_ids: list[int], steps: AsyncIterator[None], on_abort: Callable[[], None]
+    ) -> None:
         asyncio.get_running_loop()
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids

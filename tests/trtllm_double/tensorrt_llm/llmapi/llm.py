@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
 from tensorrt_llm._double.model import EOS, FIRST_ID, SPAN, Model, mrope_positions, natural_length, request_key, token_at
 from tensorrt_llm._double.script import release, script
 from tensorrt_llm._double.signatures import signature
@@ -127,7 +128,8 @@ class LLM(BaseLLM):
             return self._from_handles(inputs, params, disagg, handles)
         payload = inputs.get("multi_modal_data") or inputs.get("multi_modal_embeddings")
         if not BY_IDS and payload and "prompt" not in inputs:
-            inputs = {"prompt": self.model.detokenize(inputs["prompt_token_ids"]), "multi_modal_data": inputs.get("multi_modal_data")}
+            text = self.model.detokenize(inputs["prompt_token_ids"])
+            inputs = {"prompt": text, "multi_modal_data": inputs.get("multi_modal_data")}
             params.add_special_tokens = False
         if "prompt_token_ids" in inputs and (not BY_IDS or not payload):
             return Preprocessed(list(inputs["prompt_token_ids"]), [], [], None)
@@ -195,8 +197,9 @@ class LLM(BaseLLM):
         assert int(positions.max()) + 1 - len(ids) == int(deltas), "deltas do not fit the positions"
         text = [i for i, token in enumerate(ids) if token != self.model.image_id]
         assert all(len(set(positions[:, 0, i].tolist())) == 1 for i in text), "text has the position of an image"
-        disagg.mrope_position_ids_handle = SharedTensorContainer.from_tensor(positions).dump_to_dict()
-        disagg.mrope_position_deltas_handle = SharedTensorContainer.from_tensor(deltas).dump_to_dict()
+        if disagg.request_type == "context_only":
+            disagg.mrope_position_ids_handle = SharedTensorContainer.from_tensor(positions).dump_to_dict()
+            disagg.mrope_position_deltas_handle = SharedTensorContainer.from_tensor(deltas).dump_to_dict()
 
     def _expand(self, ids: list[int], lengths: list[int]) -> list[int]:
         if ids.count(self.model.image_id) != len(lengths):
@@ -398,8 +401,6 @@ class _Run:
             raise RequestError("the prompt is not the one that was prefilled")
         if state["images"] and self.llm.model.facts.mrope:
             self.llm._check_mrope(self.ready.prompt_token_ids, self.disagg)
-            for handle in (self.disagg.mrope_position_ids_handle, self.disagg.mrope_position_deltas_handle):
-                SharedTensorContainer.from_dict(handle).get_local_view()
         self.key = state["key"]
 
     def _first_logprobs(self) -> Any:

@@ -171,25 +171,26 @@ class TensorRTLLMEngine(Engine):
         room = self._room(request)
         with self._watch.flight() as flight:
             submitted = await self._submit(request, 1, self._context_params(), streaming=False)
-            result, done = submitted.result, False
+            result, failed, prefilled = submitted.result, False, None
             try:
                 await result.aresult()
                 flight.waiting = False
                 self._watch.steps += 1
                 prefilled = self._prefilled(request, submitted, room)
-                done = prefilled.state is not None
                 return prefilled
             except self._library.request_error as error:
-                done = True
+                failed = True
                 raise self._request_fault(request, error) from error
             except WorkerError:
                 raise
             except Exception as error:
-                done = True
+                failed = True
                 raise self._died(error) from error
             finally:
-                if not done:
-                    _abort(result)
+                if prefilled is None or prefilled.state is None:
+                    handoff.discard(submitted.disaggregated, result.outputs[0].disaggregated_params)
+                    if not failed:
+                        _abort(result)
 
     def image_tokens(self, width: int, height: int) -> int | None:
         return None
@@ -325,6 +326,7 @@ class TensorRTLLMEngine(Engine):
         try:
             result = self._llm.generate_async(source, params, streaming=streaming, **self._options(request, disaggregated))
         except (*_REFUSALS, self._library.request_error) as error:
+            handoff.discard(disaggregated)
             logger.info("The engine refused request %s: %s", request.request_id, error)
             raise ClientFault("the engine refused this request's prompt, media or options") from error
         except Exception as error:
@@ -347,6 +349,7 @@ class TensorRTLLMEngine(Engine):
                 self._llm.preprocess, source, sampling_params=params, disaggregated_params=disaggregated
             )
         except (*_REFUSALS, self._library.request_error) as error:
+            handoff.discard(disaggregated)
             logger.info("The engine refused an input: %s", error)
             raise ClientFault("the engine refused this request's prompt or media") from error
         except Exception as error:

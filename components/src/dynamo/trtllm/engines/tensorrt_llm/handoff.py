@@ -63,6 +63,13 @@ def unpack_state(library: Library, state: EngineState) -> tuple[Any, tuple[torch
     return library.disaggregated_params(request_type="generation_only", **fields), tuple(keep)
 
 
+def discard(*params: Any) -> None:
+    """Free what the handles in `params` point to: the request goes no further."""
+    fields = ("multimodal_embedding_handles", *_MROPE.values())
+    values = [getattr(each, name, None) for each in params for name in fields]
+    private.discard_handles(handle for value in values if value for handle in (value if isinstance(value, list) else [value]))
+
+
 def first_logprobs(params: Any) -> list[Any]:
     """Entries for the first tokens, as the context stage left them for decode; empty where the release has none."""
     return list(getattr(params, "first_gen_log_probs", None) or ())

@@ -7,7 +7,8 @@ Source: `SharedTensorContainer` in `tensorrt_llm/_torch/shared_tensor` (record k
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,14 @@ def make_handle(tensor: torch.Tensor) -> dict[str, Any]:
     if container is None:
         raise EngineFault(_ABSENT)
     return dict(container.from_tensor(tensor.contiguous()).dump_to_dict())
+
+
+def discard_handles(handles: Iterable[Mapping[str, Any] | None]) -> None:
+    """Open handles that nobody will use, so that their memory is freed. One that has been opened is no fault."""
+    for handle in handles:
+        if handle is not None:
+            with suppress(Exception):
+                open_handle(handle)
 
 
 def _container() -> Any | None:
