@@ -243,7 +243,7 @@ def _require_known_ids(token_ids: Sequence[int], images: tuple[ImageSpan, ...] |
     """Ids must lie in the embedding table, but for image tokens that stand for features. `images` is None in the decode stage."""
     if min(token_ids) >= 0 and max(token_ids) < loaded.vocabulary:
         return
-    feature = loaded.image.feature if loaded.image else -1
+    feature = loaded.image.feature if loaded.image else None
     unknown = [i for i in token_ids if i != feature and not 0 <= i < loaded.vocabulary]
     if unknown:
         raise ClientFault(f"token id {unknown[0]} is not in the model's vocabulary of {loaded.vocabulary}")

@@ -74,7 +74,7 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
     kind, architecture = str(settings.model_type), _architecture(settings)
     family = FAMILIES.get(kind)
     if family is None and (config.modality is Modality.MULTIMODAL or hasattr(settings, "vision_config")):
-        raise _unsupported(architecture, f"the portable engine serves images with {supported_names()}")
+        raise unsupported(architecture, "it is not in the table of multimodal families")
     register()
     _set_threads(config.torch_threads, 0, device)
     model = _load_weights(directory, family, device, _dtype(options.dtype, device), architecture)
@@ -109,8 +109,12 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
     )
 
 
-def _unsupported(architecture: str, reason: str) -> StartupError:
-    return StartupError(f"{architecture} is not supported: {reason}, and text-only causal models with full or sliding attention")
+def unsupported(architecture: str, reason: str) -> StartupError:
+    """The refusal of a model, in one sentence."""
+    return StartupError(
+        f"{architecture} is not supported by the portable engine: {reason}; it serves {supported_names()}, and text-only causal"
+        " models with full or sliding attention"
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -138,7 +142,7 @@ def _read_config(directory: str) -> Any:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         name = _architecture_on_disk(directory)
-        raise _unsupported(name, f"its configuration cannot be read; the portable engine serves {supported_names()}") from error
+        raise unsupported(name, "its configuration cannot be read") from error
 
 
 def _architecture_on_disk(directory: str) -> str:
@@ -165,7 +169,7 @@ def _load_weights(directory: str, family: Family | None, device: torch.device, d
     try:
         model = loader.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unsupported(architecture, f"it cannot be loaded; the portable engine serves {supported_names()}") from error
+        raise unsupported(architecture, "its weights cannot be loaded") from error
     model = model.to(device)  # type: ignore[arg-type]
     return model.eval()
 
@@ -191,20 +195,20 @@ def _cache_shape(model: Any, text_config: Any, architecture: str) -> tuple[Cache
     reason = "its layers keep more than keys and values of full or sliding attention"
     kinds = tuple(sorted(set(getattr(text_config, "layer_types", None) or ())))
     if not set(kinds) <= _LAYER_TYPES:
-        raise _unsupported(architecture, reason)
+        raise unsupported(architecture, reason)
     ids = torch.tensor([[1, 2, 3]], device=model.device)
     try:
         cache = DynamicCache(config=text_config)
         model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
         layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
         if not layers or len(layers) != text_config.num_hidden_layers or any(type(layer) not in _LAYER_KINDS for layer in layers):
-            raise _unsupported(architecture, reason)
+            raise unsupported(architecture, reason)
         key_shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers}
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
-        raise _unsupported(architecture, reason) from error
+        raise unsupported(architecture, reason) from error
     windows = {layer.sliding_window for layer in layers if layer.is_sliding}
     if len(key_shapes) != 1 or len(windows) > 1:
-        raise _unsupported(architecture, "its layers differ in more than full and sliding attention")
+        raise unsupported(architecture, "its layers differ in more than full and sliding attention")
     kv_heads, key_dim, value_dim = key_shapes.pop()
     shape = CacheShape(
         layers=len(layers),

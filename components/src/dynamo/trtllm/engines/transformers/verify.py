@@ -9,12 +9,10 @@ from __future__ import annotations
 import torch
 
 from dynamo.trtllm.engines.transformers.attention import ATTENTION_NAME
-from dynamo.trtllm.engines.transformers.families import supported_names
-from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.engines.transformers.loading import LoadedModel, unsupported
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import Choice
 from dynamo.trtllm.engines.transformers.sequence import Sequence, Stage
-from dynamo.trtllm.errors import StartupError
 
 _PROMPTS = ((3, 5, 8, 13, 21, 34), (4, 7, 11))
 _NEXT = (9, 12)
@@ -26,16 +24,9 @@ def verify(loaded: LoadedModel) -> None:
     try:
         difference = _largest_difference(loaded)
     except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
-        raise _refusal(loaded) from error
+        raise unsupported(loaded.architecture, "it does not compute what the model itself computes") from error
     if not difference <= _TOLERANCE.get(loaded.dtype, 1e-1):
-        raise _refusal(loaded)
-
-
-def _refusal(loaded: LoadedModel) -> StartupError:
-    return StartupError(
-        f"{loaded.architecture} is not supported: the portable engine does not reproduce its results; it serves "
-        f"{supported_names()}, and text-only causal models with full or sliding attention"
-    )
+        raise unsupported(loaded.architecture, "it does not compute what the model itself computes")
 
 
 def _largest_difference(loaded: LoadedModel) -> float:

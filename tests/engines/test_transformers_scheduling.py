@@ -1,0 +1,355 @@
+"""The portable engine's life with many requests: slots, KV cache blocks, limits, cancellation, hand-over and failure."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from dynamo.trtllm.engines.port import (
+    DecodedImage,
+    EncodedImage,
+    EngineRequest,
+    EngineState,
+    PlacedMedia,
+    Prefilled,
+    Prompt,
+    Sampling,
+    Step,
+)
+from dynamo.trtllm.engines.transformers.engine import TransformersEngine
+from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, PartFault, ShuttingDown
+from engines.contract import Output, add, generate, place, request, split
+from engines.families import make_tiny_engine, noise_image, save_tiny_model
+
+Start = Callable[..., Awaitable[TransformersEngine]]
+IDS = tuple(range(21, 33))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_tiny_model(family, tmp_path_factory.mktemp(family)) for family in ("llama", "qwen2_vl")}
+
+
+@pytest_asyncio.fixture
+async def start(directories: dict[str, Path]) -> AsyncIterator[Start]:
+    engines = []
+
+    async def start(family: str = "llama", **args: Any) -> TransformersEngine:
+        engines.append(make_tiny_engine(directories[family], family, **args))
+        await engines[-1].start()
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        await engine.close()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("the condition did not come true")
+
+
+def _idle(engine: TransformersEngine) -> bool:
+    stats = engine.stats()
+    return not (stats["active_requests"] or stats["waiting_requests"] or stats["used_kv_blocks"])
+
+
+@pytest.mark.asyncio
+async def test_a_closed_stream_frees_slot_and_blocks_at_the_next_step(start: Start) -> None:
+    engine = await start()
+    async with aclosing(engine.generate(request(IDS, ignore_eos=True))) as steps:
+        async for _ in steps:
+            break
+        assert engine.stats()["used_kv_blocks"] == 64  # 2,048 tokens, the whole context
+    await _until(lambda: _idle(engine))
+
+
+@pytest.mark.asyncio
+async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start) -> None:
+    free = await start()
+    asked = [request(IDS, request_id=str(i), max_tokens=36, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
+    alone = [await generate(free, each) for each in asked]
+    engine = await start(kv_cache_config={"max_tokens": 64, "tokens_per_block": 16})
+    assert engine.stats()["total_kv_blocks"] == 4
+    order: list[str] = []
+
+    async def run(each: EngineRequest) -> Output:
+        output = await generate(engine, each)
+        order.append(each.request_id)
+        return output
+
+    async with aclosing(engine.generate(asked[0])) as steps:
+        output = Output()
+        add(output, await anext(steps))
+        others = [asyncio.create_task(run(each)) for each in asked[1:]]
+        await asyncio.sleep(0)
+        most_waiting = 0.0
+        async for step in steps:
+            add(output, step)
+            most_waiting = max(most_waiting, engine.stats()["waiting_requests"])
+            assert engine.stats()["used_kv_blocks"] <= 4
+    outputs = [output, *await asyncio.gather(*others)]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+    assert order == ["1", "2", "3"]
+    assert most_waiting == 3
+    assert _idle(engine)
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_waits_can_be_cancelled(start: Start) -> None:
+    engine = await start(max_batch_size=1)
+    async with aclosing(engine.generate(request(IDS, ignore_eos=True))) as steps:
+        await anext(steps)
+        waiting = asyncio.create_task(generate(engine, request(IDS, max_tokens=2)))
+        await _until(lambda: engine.stats()["waiting_requests"] == 1)
+        waiting.cancel()
+        await _until(lambda: engine.stats()["waiting_requests"] == 0)
+        assert engine.stats()["active_requests"] == 1
+    await _until(lambda: _idle(engine))
+
+
+@pytest.mark.asyncio
+async def test_a_short_request_joins_and_ends_while_a_long_one_runs(start: Start) -> None:
+    engine = await start()
+    long = request(IDS, max_tokens=400, ignore_eos=True, temperature=1.0, seed=5)
+    alone = await generate(engine, long)
+    running = asyncio.create_task(generate(engine, long))
+    for length in (3, 40, 9):
+        short = await generate(engine, request(tuple(range(30, 30 + length)), max_tokens=4, ignore_eos=True))
+        assert len(short.token_ids) == 4
+    assert (await running).token_ids == alone.token_ids
+
+
+@pytest.mark.asyncio
+async def test_prompts_over_a_limit_are_refused_with_both_counts(start: Start) -> None:
+    engine = await start(max_seq_len=40, max_input_len=20)
+    for length, words in ((40, "40 tokens.*40"), (21, "21 tokens.*20")):
+        with pytest.raises(LimitFault, match=words):
+            await generate(engine, request((30,) * length, max_tokens=1))
+    small = await start(kv_cache_config={"max_tokens": 32})
+    with pytest.raises(LimitFault, match=r"33 tokens.*32"):
+        await generate(small, request((30,) * 33, max_tokens=1))
+    output = await generate(small, request((30,) * 20, max_tokens=100, ignore_eos=True))
+    assert (len(output.token_ids), output.finish) == (12, "length")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("ids", "words"), [((), "empty"), ((5, 200), "200"), ((-1, 5), "-1")])
+async def test_prompts_that_are_no_text_of_the_model_are_refused(start: Start, ids: tuple[int, ...], words: str) -> None:
+    engine = await start()
+    with pytest.raises(ClientFault, match=words):
+        await generate(engine, request(ids, max_tokens=1))
+    assert len((await generate(engine, request(IDS, max_tokens=2, ignore_eos=True))).token_ids) == 2
+
+
+@pytest.mark.asyncio
+async def test_the_models_own_end_of_sequence_counts_when_the_request_names_none(start: Start) -> None:
+    engine = await start()
+    drawn = [
+        await generate(engine, request(IDS, max_tokens=400, temperature=1.5, seed=seed, eos_token_ids=eos))
+        for seed in range(3)
+        for eos in (frozenset(), frozenset({2}))
+    ]
+    assert "eos" in {o.finish for o in drawn}
+    assert all(drawn[i].token_ids == drawn[i + 1].token_ids for i in range(0, 6, 2))
+    assert all(2 not in o.token_ids for o in drawn)
+
+
+@pytest.mark.asyncio
+async def test_a_first_token_that_ends_the_request_leaves_no_state(start: Start) -> None:
+    engine = await start()
+    first = (await generate(engine, request(IDS, max_tokens=1, ignore_eos=True))).token_ids[0]
+    cases: list[tuple[dict[str, Any], str, tuple[int, ...]]] = [
+        ({"max_tokens": 1}, "length", (first,)),
+        ({"stop_token_ids": frozenset({first})}, "stop", ()),
+        ({"eos_token_ids": frozenset({first})}, "eos", ()),
+    ]
+    for sampling, finish, tokens in cases:
+        prefilled = await engine.prefill(request(IDS, **sampling))
+        assert (prefilled.first.finish, tuple(prefilled.first.token_ids)) == (finish, tokens)
+        assert prefilled.state is None
+        assert prefilled.first.usage == (len(IDS), len(tokens), 0)
+    assert _idle(engine)
+
+
+@pytest.mark.asyncio
+async def test_prefill_frees_its_blocks_before_decode_begins_and_leaves_a_state_that_stands_alone(start: Start) -> None:
+    prefill, decode = await start(), await start()
+    asked = request(IDS, max_tokens=12, ignore_eos=True, temperature=1.2)
+    prefilled = await prefill.prefill(asked)
+    assert _idle(prefill)
+    assert prefilled.state is not None
+    assert {name: tuple(t.shape) for name, t in prefilled.state.tensors.items()} == {"k": (4, 2, 12, 16), "v": (4, 2, 12, 16)}
+    assert all(t.is_contiguous() for t in prefilled.state.tensors.values())
+    outputs = [await _decode(decode, asked, prefilled.first, prefilled.state) for _ in range(2)]
+    assert outputs[0].token_ids == outputs[1].token_ids  # the seed that prefill chose travels in the state
+    assert len(outputs[0].token_ids) == 11
+    assert outputs[0].usage == (12, 12, 0)
+
+
+async def _decode(engine: TransformersEngine, asked: EngineRequest, first: Step, state: EngineState) -> Output:
+    output = Output()
+    async with aclosing(engine.decode(asked, first, state)) as steps:
+        async for step in steps:
+            add(output, step)
+    return output
+
+
+@pytest.mark.asyncio
+async def test_min_tokens_and_stop_tokens_count_the_first_token_of_a_hand_over(start: Start) -> None:
+    engine = await start()
+    free = await generate(engine, request(IDS, max_tokens=8, ignore_eos=True))
+    for minimum in (0, 1, 2, 5):
+        asked = request(IDS, max_tokens=8, min_tokens=minimum, stop_token_ids=frozenset(free.token_ids[1:3]), ignore_eos=True)
+        whole, halves = await generate(engine, asked), await split(engine, asked)
+        assert halves.token_ids == whole.token_ids
+        assert (halves.finish, halves.stop_reason, halves.usage) == (whole.finish, whole.stop_reason, whole.usage)
+
+
+@pytest.mark.asyncio
+async def test_a_state_that_does_not_fit_fails_only_its_request(start: Start) -> None:
+    engine = await start()
+    asked = request(IDS, max_tokens=4, ignore_eos=True)
+    prefilled = await engine.prefill(asked)
+    state = prefilled.state
+    assert state is not None
+    wrong = [
+        EngineState({**state.meta, "schema": 99}, state.tensors),
+        EngineState({**state.meta, "tokens": 11}, state.tensors),
+        EngineState({**state.meta, "seed": "x"}, state.tensors),
+        EngineState(state.meta, {"k": state.tensors["k"]}),
+        EngineState(state.meta, {name: t[:, :, :-1] for name, t in state.tensors.items()}),
+        EngineState(state.meta, {name: t.half() for name, t in state.tensors.items()}),
+    ]
+    for each in wrong:
+        with pytest.raises(EngineFault):
+            await _decode(engine, asked, prefilled.first, each)
+    with pytest.raises(EngineFault, match="no token to continue"):
+        await _decode(engine, asked, Step((), finish="eos"), state)
+    assert len((await _decode(engine, asked, prefilled.first, state)).token_ids) == 3
+
+
+@pytest.mark.asyncio
+async def test_one_prompt_that_fails_leaves_the_others_of_its_batch_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, compute = await start(), ModelRunner.prefill
+
+    def fragile(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
+        if any(chunk.sequence.prompt_ids[0] == 99 for chunk in chunks):
+            raise RuntimeError("out of memory")
+        return compute(runner, chunks)
+
+    monkeypatch.setattr(ModelRunner, "prefill", fragile)
+    asked = [request((99 if i == 2 else 40 + i, 50, 51), max_tokens=5, ignore_eos=True) for i in range(5)]
+    outputs = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
+    assert isinstance(outputs[2], EngineFault)
+    assert [len(o.token_ids) for o in outputs if isinstance(o, Output)] == [5] * 4
+    assert _idle(engine)
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_fails_ends_the_engine_and_all_its_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await start()
+    await engine.check_health()
+
+    def broken(runner: ModelRunner, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(ModelRunner, "decode", broken)
+    asked = [request(IDS, max_tokens=5, ignore_eos=True) for _ in range(3)]
+    outputs = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
+    assert [type(o) for o in outputs] == [EngineDead] * 3
+    with pytest.raises(EngineDead):
+        await engine.check_health()
+    with pytest.raises(EngineDead):
+        await generate(engine, asked[0])
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_running_requests(start: Start) -> None:
+    engine = await start()
+    running = asyncio.create_task(generate(engine, request(IDS, ignore_eos=True)))
+    await _until(lambda: engine.stats()["active_requests"] == 1)
+    await engine.close()
+    with pytest.raises(ShuttingDown):
+        await running
+
+
+@pytest.mark.asyncio
+async def test_values_that_are_not_finite_fail_their_request_and_no_other(start: Start) -> None:
+    engine = await start("qwen2_vl")
+    (encoded,) = await engine.encode([DecodedImage("a", noise_image(1, 56, 56))])
+    broken = replace(encoded, tensors={"features": torch.full_like(encoded.tensors["features"], math.inf)})
+    asked = []
+    for item in (encoded, broken, encoded):
+        ids, media = place(IDS, [item], IDS)
+        asked.append(request(ids, media=media, max_tokens=5, ignore_eos=True))
+    first, second, third = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
+    assert isinstance(second, EngineFault)
+    assert isinstance(first, Output)
+    assert isinstance(third, Output)
+    assert first.token_ids == third.token_ids
+
+
+@pytest.mark.asyncio
+async def test_media_that_does_not_fit_the_prompt_is_refused_by_position(start: Start) -> None:
+    engine = await start("qwen2_vl")
+    encoded = await engine.encode([DecodedImage(str(i), noise_image(i, 56, 56)) for i in range(2)])
+    ids, media = place(IDS, encoded, IDS)
+    swapped = (media[0], PlacedMedia(media[1].item, media[1].start + 2, media[1].length))
+    with pytest.raises(PartFault, match="image 2"):
+        await generate(engine, request(ids, media=swapped, max_tokens=2))
+    side_by_side = (*IDS, *encoded[0].token_ids, *encoded[1].token_ids)
+    at = len(IDS) + len(encoded[0].token_ids)
+    touching = (PlacedMedia(encoded[0], len(IDS), at - len(IDS)), PlacedMedia(encoded[1], at, len(encoded[1].token_ids)))
+    with pytest.raises(PartFault, match="image 2"):
+        await generate(engine, request(side_by_side, media=touching, max_tokens=2))
+    raw = PlacedMedia(DecodedImage("a", noise_image(1, 56, 56)), media[0].start, media[0].length)
+    with pytest.raises(EngineFault):
+        await generate(engine, request(ids, media=(raw, media[1]), max_tokens=2))
+
+
+@pytest.mark.asyncio
+async def test_a_text_model_refuses_images(start: Start) -> None:
+    engine = await start()
+    image = EncodedImage("a", {"features": torch.zeros(2, 64)}, (7, 7))
+    with pytest.raises(ClientFault, match="takes no images"):
+        await generate(engine, request((7, 7, 30), media=[PlacedMedia(image, 0, 2)], max_tokens=2))
+    with pytest.raises(ClientFault, match="takes no images"):
+        await engine.encode([DecodedImage("a", noise_image(1, 56, 56))])
+
+
+@pytest.mark.asyncio
+async def test_an_image_of_impossible_shape_is_the_clients_fault_and_others_go_on(start: Start) -> None:
+    engine = await start("qwen2_vl")
+    bad, good = noise_image(1, 4000, 4), DecodedImage("good", noise_image(2, 56, 56))
+    results = await asyncio.gather(engine.encode([DecodedImage("bad", bad)]), engine.encode([good]), return_exceptions=True)
+    assert isinstance(results[0], ClientFault)
+    assert isinstance(results[1], list)
+    assert engine.stats()["encoded_images_total"] == 1
+    assert engine.image_tokens(4000, 4) is None
+
+
+@pytest.mark.asyncio
+async def test_counters_add_up(start: Start) -> None:
+    engine = await start()
+    await asyncio.gather(*(generate(engine, request(IDS, max_tokens=7, ignore_eos=True)) for _ in range(3)))
+    prefilled: Prefilled = await engine.prefill(
+        EngineRequest(request_id="p", prompt=Prompt(IDS), sampling=Sampling(max_tokens=7, ignore_eos=True))
+    )
+    assert prefilled.state is not None
+    stats = engine.stats()
+    assert stats["prompt_tokens_total"] == 4 * len(IDS)
+    assert stats["generated_tokens_total"] == 3 * 7 + 1
