@@ -1,4 +1,4 @@
-"""Real processes for tests: Dynamo's frontend, our workers, etcd and NATS, on loopback and free ports, all ended with the test."""
+"""Real processes for tests: the frontend, our workers, etcd and NATS, on loopback and free ports, all ended with the test."""
 
 from __future__ import annotations
 

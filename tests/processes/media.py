@@ -20,14 +20,15 @@ def png(picture: Picture) -> bytes:
 
 
 class PictureServer:
-    """`/picture/SEED.png` is the demo generator's picture of that seed. `hits` counts whole GETs by path.
+    """`/picture/SEED.png` is the demo generator's picture of that seed; `pages` holds other bodies by path.
 
-    The frontend looks at each picture's first bytes by a range request; that probe is answered and not counted.
+    `hits` counts whole GETs by path: the frontend looks at each picture's first bytes by a range request, which is not counted.
     """
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.hits: Counter[str] = Counter()
+        self.pages: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def picture_url(self, seed: int) -> str:
@@ -39,11 +40,11 @@ class PictureServer:
         if probe is None:
             with self._lock:
                 self.hits[path] += 1
-        name = path.removeprefix("/picture/").removesuffix(".png")
-        if not name.isdigit():
+        found = self._find(path)
+        if found is None:
             request.send_error(404)
             return
-        body = png(draw(int(name)))
+        body = found
         if probe is None:
             request.send_response(200)
         else:
@@ -55,6 +56,10 @@ class PictureServer:
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
         request.wfile.write(body)
+
+    def _find(self, path: str) -> bytes | None:
+        name = path.removeprefix("/picture/").removesuffix(".png")
+        return png(draw(int(name))) if name.isdigit() else self.pages.get(path)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from processes.cluster import Cluster, etcd_server, nats_server, wait_until
 
 

@@ -187,8 +187,8 @@ class Step(NamedTuple):
 class EngineState:
     """What decode needs of a prefilled request beside its token ids: `meta` is JSON, `tensors` move by the transfer.
 
-    `tensors` are contiguous and stay valid until `release`, which may be called more than once: by `decode` as soon as it has copied
-    them, and by whoever holds the state when it is done with it.
+    `tensors` are contiguous and stay valid until `release`, which may be called more than once. `decode` has copied them when its first
+    step comes.
     """
 
     meta: Mapping[str, Any]

@@ -63,10 +63,14 @@ class DecodeHandler(HandlerBase):
         finally:
             reading.cancel()
         request = replace(request, sampling=replace(request.sampling, seed=handoff.seed))
+        attaching = True
         each = engine_request(request, Prompt(handoff.prompt_token_ids), context.id())
         try:
             async with aclosing(self._engine.decode(each, first, state)) as steps:
                 async for step in steps:
+                    if attaching:
+                        state.release()  # the engine has copied it; the memory is another request's from here on
+                        attaching = False
                     yield _with_cached(step, handoff.cached_tokens)
         finally:
             state.release()

@@ -1,0 +1,181 @@
+"""The same requests in every topology: tokens, finish reasons, log probabilities and usage must not differ."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.demo.pictures import draw
+from processes.cluster import Answer, Cluster
+from processes.media import PictureServer, picture_server, png
+from processes.topologies import TOPOLOGIES, deploy
+
+QUESTION = "what is in the picture?"
+EMBEDDED_SEED = 77
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def picture(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content[0] if len(content) == 1 and isinstance(content[0], str) else list(content)}
+
+
+def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
+    """Fifty requests that differ in everything that could be lost on the way from one worker to the next."""
+
+    def url(seed: int) -> dict[str, Any]:
+        return picture(server.picture_url(seed))
+
+    def ask(*content: Any, **options: Any) -> dict[str, Any]:
+        return {"messages": [user(*content)], "max_tokens": 32, **options}
+
+    file = picture(embeddings)
+    turns = [user(url(40), text(QUESTION)), {"role": "assistant", "content": "a shape."}, user(text("and this one?"), url(41))]
+    later = [user(url(42), text(QUESTION)), {"role": "assistant", "content": "a shape."}, user("what colour is the background?")]
+    system = [{"role": "system", "content": "answer briefly"}, user(text(QUESTION), url(43))]
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
+    made = [ask(text(QUESTION), url(seed)) for seed in range(12)]
+    made += [ask(url(seed), text("describe the pictures in order"), url(seed + 1)) for seed in range(12, 18, 2)]
+    made += [ask(url(seed), url(seed + 1), url(seed + 2), text("describe the pictures in order")) for seed in range(20, 29, 3)]
+    made += [ask(text("first"), url(30), text("second"), url(31), text("what do you see?"))]
+    made += [ask(url(32)), ask(url(33), url(33), text("are they the same?"))]
+    made += [ask(words) for words in ("hello", "what can you do?", "tell me about shapes", "a red circle")]
+    made += [ask(text(QUESTION), file), ask(url(34), file, text(QUESTION)), ask(file, file, text(QUESTION))]
+    made += [{"messages": each, "max_tokens": 32} for each in (turns, later, system)]
+    made += [ask(text(QUESTION), url(44 + seed), seed=seed, **sampled) for seed in range(3)]
+    made += [ask("hello", seed=9, temperature=1.3, frequency_penalty=0.5, presence_penalty=0.4, repetition_penalty=1.2)]
+    made += [ask(text(QUESTION), url(47), seed=5, temperature=1.1, min_p=0.02, top_k=20)]
+    made += [ask(text(QUESTION), url(48), logprobs=True, top_logprobs=5), ask("hello", logprobs=True, top_logprobs=0)]
+    made += [ask(text(QUESTION), url(49), logprobs=True, top_logprobs=2, seed=3, **sampled)]
+    made += [ask(text(QUESTION), url(50), max_tokens=1), ask("hello", max_tokens=1, logprobs=True, top_logprobs=1)]
+    made += [ask(text(QUESTION), url(51), stop=["on"]), ask(text(QUESTION), url(52), min_tokens=20)]
+    made += [ask(text(QUESTION), url(53), max_tokens=200, ignore_eos=True), ask("hello", max_tokens=300, ignore_eos=True)]
+    made += [ask(text("what shape is it?"), url(54)), ask(text("what colour is the shape?"), url(55))]
+    made += [ask(text("what is the background?"), url(56), repetition_penalty=1.1)]
+    made += [ask(text(QUESTION), url(57), stop_token_ids="first"), ask("hello", stop_token_ids="first")]
+    return made
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All of an answer that must not depend on the topology."""
+
+    status: int
+    text: str
+    finish: str | None
+    usage: tuple[int, int]
+    logprobs: tuple[tuple[int, float], ...]
+
+
+def outcome(answer: Answer) -> Outcome:
+    assert answer.status == 200, answer.body
+    if answer.events:
+        positions = [
+            p for e in answer.events for c in e.get("choices", ()) for p in ((c.get("logprobs") or {}).get("content") or ())
+        ]
+        words = answer.text
+    else:
+        choice = answer.body["choices"][0]
+        positions = (choice.get("logprobs") or {}).get("content") or []
+        words = choice["message"]["content"] or ""
+    logprobs = tuple((p["token_id"], p["logprob"]) for p in positions)
+    usage = answer.usage
+    return Outcome(answer.status, words, answer.finish_reason, (usage["prompt_tokens"], usage["completion_tokens"]), logprobs)
+
+
+def first_token(cluster: Cluster, body: dict[str, Any]) -> int:
+    """The id of the token that the request begins with."""
+    answer = cluster.chat(None, **{**body, "stop_token_ids": None, "logprobs": True, "top_logprobs": 0, "max_tokens": 2})
+    return int(answer.body["choices"][0]["logprobs"]["content"][0]["token_id"])
+
+
+def run(cluster: Cluster, asked: list[dict[str, Any]]) -> list[tuple[Outcome, Outcome]]:
+    """Every request unary and streamed, eight at a time."""
+
+    def one(body: dict[str, Any]) -> tuple[Outcome, Outcome]:
+        body = dict(body)
+        if body.get("stop_token_ids") == "first":
+            body["stop_token_ids"] = [first_token(cluster, body)]
+        unary = cluster.chat(None, **body)
+        streamed = cluster.chat(None, **body, stream=True, stream_options={"include_usage": True})
+        return outcome(unary), outcome(streamed)
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(one, asked))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("embeddings")
+
+
+@pytest.fixture(scope="module")
+def embeddings(directory: Path) -> str:
+    """URL of an embedding file that the shipped command made of a picture."""
+    source, file = directory / "picture.png", directory / "picture.pt"
+    source.write_bytes(png(draw(EMBEDDED_SEED)))
+    command = [sys.executable, "-m", "dynamo.trtllm.embeddings", str(source), "-o", str(file), "--model-path", "demo"]
+    subprocess.run([*command, "--engine", "transformers"], check=True, timeout=180)
+    return file.as_uri()
+
+
+@pytest.fixture(scope="module")
+def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, Outcome]]]:
+    """The outcomes of all requests by topology; also checks who fetched what."""
+    found: dict[str, list[tuple[Outcome, Outcome]]] = {}
+    env = {"DYN_MM_ALLOW_INTERNAL": "1", "ALLOWED_LOCAL_MEDIA_PATH": str(directory)}
+    for name in TOPOLOGIES:
+        with picture_server() as server, Cluster(env=env) as cluster:
+            deployment = deploy(name, cluster)
+            asked = requests(server, embeddings)
+            found[name] = run(cluster, asked)
+            server.hits.clear()
+            same = cluster.chat([picture(server.picture_url(90)), picture(server.picture_url(91)), text(QUESTION)], max_tokens=4)
+            assert same.status == 200
+            assert server.hits == {"/picture/90.png": 1, "/picture/91.png": 1}, name
+            pictured = cluster.chat([picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32)
+            embedded = cluster.chat([picture(embeddings), text(QUESTION)], max_tokens=32)
+            assert embedded.text == pictured.text
+            for worker in deployment.workers.get("decode", []):
+                assert "dynamo_trtllm_media_cache_entries" not in worker.metrics()
+    return found
+
+
+def test_fifty_requests_are_asked(embeddings: str) -> None:
+    with picture_server() as server:
+        assert len(requests(server, embeddings)) == 50
+
+
+@pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name != "agg"])
+def test_every_topology_gives_what_the_aggregated_worker_gives(
+    answers: dict[str, list[tuple[Outcome, Outcome]]], name: str
+) -> None:
+    for number, (ours, reference) in enumerate(zip(answers[name], answers["agg"], strict=True)):
+        for one, other in zip(ours, reference, strict=True):
+            assert (one.text, one.finish, one.usage) == (other.text, other.finish, other.usage), number
+            assert [i for i, _ in one.logprobs] == [i for i, _ in other.logprobs], number
+            assert [p for _, p in one.logprobs] == pytest.approx([p for _, p in other.logprobs], abs=1e-4), number
+
+
+@pytest.mark.parametrize("name", list(TOPOLOGIES))
+def test_streamed_answers_are_the_unary_ones(answers: dict[str, list[tuple[Outcome, Outcome]]], name: str) -> None:
+    for unary, streamed in answers[name]:
+        assert (streamed.text, streamed.finish, streamed.usage) == (unary.text, unary.finish, unary.usage)
+
+
+def test_the_answers_are_about_the_pictures(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
+    captions = [draw(seed).caption for seed in range(12)]
+    given = [unary.text for unary, _ in answers["agg"][:12]]
+    assert sum(caption == answer for caption, answer in zip(captions, given, strict=True)) >= 11

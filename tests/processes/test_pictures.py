@@ -1,0 +1,212 @@
+"""An aggregated worker with the portable engine and the demo model behind the real frontend, asked about pictures."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.demo.pictures import draw
+from processes.cluster import Answer, Cluster, Managed
+from processes.media import PictureServer, picture_server, png
+
+QUESTION = "Describe the image"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PictureServer]:
+    with picture_server() as server:
+        server.pages["/page"] = b"<!doctype html><html><body>no picture</body></html>"
+        server.pages["/cut.png"] = png(draw(3))[:-200]
+        server.pages["/noise.png"] = bytes(range(20))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("allowed")
+
+
+@pytest.fixture(scope="module")
+def cluster(directory: Path) -> Iterator[Cluster]:
+    with Cluster(env={"DYN_MM_ALLOW_INTERNAL": "1", "ALLOWED_LOCAL_MEDIA_PATH": str(directory)}) as cluster:
+        cluster.frontend()
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def worker(cluster: Cluster) -> Managed:
+    worker = cluster.worker("--engine", "transformers", "--modality", "multimodal", "--max-images", "4")
+    cluster.wait_listed()
+    return worker
+
+
+def picture(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def ask(cluster: Cluster, *urls: str, question: str = QUESTION, **options: Any) -> Answer:
+    content = [{"type": "text", "text": question}, *(picture(url) for url in urls)]
+    return cluster.chat(content, **{"max_tokens": 160, **options})
+
+
+def test_the_guides_request_is_answered_with_the_caption_and_counts_image_tokens(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    answer = ask(cluster, server.picture_url(1), stream=False)
+    assert (answer.status, answer.text, answer.finish_reason) == (200, draw(1).caption, "stop")
+    words = cluster.chat([{"type": "text", "text": QUESTION}], max_tokens=2)
+    width, height = draw(1).image.size
+    assert answer.usage["prompt_tokens"] - words.usage["prompt_tokens"] >= (width // 28) * (height // 28)
+
+
+def test_the_streamed_answer_is_the_same_and_ends_with_usage(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+    unary = ask(cluster, server.picture_url(2))
+    streamed = ask(cluster, server.picture_url(2), stream=True, stream_options={"include_usage": True})
+    assert streamed.text == unary.text == draw(2).caption
+    assert streamed.usage["prompt_tokens"] == unary.usage["prompt_tokens"]
+    assert streamed.usage["completion_tokens"] == unary.usage["completion_tokens"]
+
+
+def test_thirty_two_pictures_at_once_are_each_answered_with_their_own_caption(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    seeds = range(100, 132)
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda seed: ask(cluster, server.picture_url(seed)), seeds))
+    assert [a.status for a in answers] == [200] * 32
+    alone = [ask(cluster, server.picture_url(seed)).text for seed in seeds]
+    assert [a.text for a in answers] == alone
+    assert sum(a.text == draw(seed).caption for a, seed in zip(answers, seeds, strict=True)) >= 31
+
+
+def test_the_same_picture_by_url_data_url_and_file_gets_the_same_answer(
+    cluster: Cluster, worker: Managed, server: PictureServer, directory: Path
+) -> None:
+    data = png(draw(5))
+    (directory / "five.png").write_bytes(data)
+    inline = "data:image/png;base64," + base64.b64encode(data).decode()
+    texts = [ask(cluster, url).text for url in (server.picture_url(5), inline, (directory / "five.png").as_uri())]
+    assert texts == [draw(5).caption] * 3
+
+
+def test_pictures_keep_the_order_in_which_they_were_sent(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+    first, second = server.picture_url(6), server.picture_url(7)
+    forward = ask(cluster, first, second, question="Describe the pictures in order.")
+    backward = ask(cluster, second, first, question="Describe the pictures in order.")
+    assert forward.text.index(draw(6).colour) < forward.text.rindex(draw(7).colour)
+    assert forward.text != backward.text
+
+
+def test_a_picture_of_an_earlier_turn_is_seen(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+    messages = [
+        {"role": "user", "content": [picture(server.picture_url(8)), {"type": "text", "text": QUESTION}]},
+        {"role": "assistant", "content": draw(8).caption},
+        {"role": "user", "content": "What colour is the background?"},
+    ]
+    answer = cluster.chat(None, messages=messages, max_tokens=32)
+    assert (answer.status, draw(8).background in answer.text) == (200, True)
+
+
+def test_a_picture_without_words_and_words_without_a_picture_are_answered(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    assert cluster.chat([picture(server.picture_url(9))], max_tokens=32).status == 200
+    greeting = cluster.chat("hello", max_tokens=64)
+    assert greeting.status == 200
+    assert greeting.text.endswith((".", "!", "?"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/missing.png", "404"),
+        ("/page", "HTML"),
+        ("/cut.png", "image 1"),
+        ("/noise.png", "image 1"),
+    ],
+)
+def test_a_bad_picture_is_a_400_in_our_words(
+    cluster: Cluster, worker: Managed, server: PictureServer, path: str, words: str, stream: bool
+) -> None:
+    answer = ask(cluster, server.url + path, stream=stream)
+    assert answer.status == 400
+    assert words in answer.message
+    assert "image 1: " in answer.message
+    for secret in ("127.0.0.1", "/tmp", "0x", "PIL", "Traceback", "aiohttp"):
+        assert secret not in answer.message
+    assert ask(cluster, server.picture_url(1)).status == 200
+
+
+def test_the_second_picture_is_named_when_it_is_the_bad_one_and_nothing_is_answered_without_it(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    answer = ask(cluster, server.picture_url(1), server.url + "/missing.png")
+    assert (answer.status, "image 2: " in answer.message) == (400, True)
+
+
+def test_more_pictures_than_the_limit_are_refused_before_any_is_fetched(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    server.hits.clear()
+    answer = ask(cluster, *(server.picture_url(200 + i) for i in range(5)))
+    assert answer.status == 400
+    assert "5 images" in answer.message
+    assert "at most 4" in answer.message
+    assert not server.hits
+
+
+def test_a_prompt_too_long_with_its_pictures_is_refused_with_both_counts_before_anything_is_encoded(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    key = "dynamo_trtllm_engine_encoded_images_total"
+    before = worker.metrics()[key]
+    limit = 4096
+    answer = ask(cluster, server.picture_url(300), question="hello " * (limit - 40))
+    assert answer.status == 400
+    assert worker.metrics()[key] == before
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "video_url", "video_url": {"url": "https://example.com/x.mp4"}}, "video"),
+        ({"type": "audio_url", "audio_url": {"url": "https://example.com/x.mp3"}}, "audio"),
+    ],
+)
+def test_video_and_audio_are_refused_in_words(cluster: Cluster, worker: Managed, part: dict[str, Any], words: str) -> None:
+    answer = cluster.chat([{"type": "text", "text": "hi"}, part], max_tokens=4)
+    assert (answer.status, words in answer.message) == (400, True)
+
+
+def test_a_literal_placeholder_in_the_text_is_refused(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+    answer = ask(cluster, server.picture_url(1), question="what is <|image_pad|> here?")
+    assert (answer.status, "placeholder" in answer.message) == (400, True)
+    assert cluster.chat("what is <|image_pad|>?", max_tokens=4).status == 400
+
+
+def test_a_file_outside_the_allowed_directory_is_refused_as_if_it_were_missing(
+    cluster: Cluster, worker: Managed, directory: Path
+) -> None:
+    messages = {ask(cluster, url).message for url in ("file:///etc/hostname", (directory / "nothing.png").as_uri())}
+    assert len(messages) == 1
+    assert "allowed directory" in messages.pop()
+
+
+def test_private_addresses_are_refused_unless_the_operator_allows_them(server: PictureServer) -> None:
+    with Cluster() as cluster:
+        cluster.frontend(env={"DYN_MM_ALLOW_INTERNAL": "1"})  # so that our worker's own policy is what answers
+        cluster.worker("--engine", "transformers", "--modality", "multimodal")
+        cluster.wait_listed()
+        server.hits.clear()
+        answer = ask(cluster, server.picture_url(1))
+        assert answer.status == 400
+        assert "127.0.0.1" not in answer.message
+        assert not server.hits
+        refused = ask(cluster, "file:///tmp/x.png")
+        assert (refused.status, "allowed local media path" in refused.message) == (400, True)
