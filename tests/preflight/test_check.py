@@ -86,7 +86,10 @@ def test_the_plan_of_other_roles_leaves_out_what_they_have_no_use_for(tmp_path: 
     command = ["--check", "--model-path", path, "--engine", "transformers", "--modality", "multimodal", "--disaggregation-mode"]
     assert run(parse([*command, "decode", "--device", "cpu"])) == 0
     decode = capsys.readouterr().out
-    assert "peers\n  needs a prefill worker of the same model\n" in decode
+    assert (
+        "peers\n  needs a prefill worker of the same model; asks dyn://dynamo.prefill.generate again when one was lost\n"
+        in decode
+    )
     assert "media\n  takes none\n" in decode
     assert "transfers\n  KV caches by NIXL, pool of 256 MB, kept 60 s\n" in decode
     assert "147456 bytes per token, 147456 on one device\nno fault found" in decode

@@ -16,6 +16,8 @@ from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 
 SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_KEY = "dynamo_trtllm_schema"
+"""Name under which a worker's model card tells the version, so that `--check --live` can compare."""
 
 M = TypeVar("M", bound="Message")
 

@@ -24,6 +24,7 @@ from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, W
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineDead, StartupError, WorkerError
+from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
 from dynamo.trtllm.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -190,6 +191,7 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
         card.set_structural_tag(dict(runtime.structural_tag))
     if runtime.default_thinking_mode:
         card.set_engine_specific("default_thinking_mode", f'"{runtime.default_thinking_mode}"')
+    card.set_engine_specific(SCHEMA_KEY, f'"{SCHEMA_VERSION}"')
     # The frontend counts the unexpanded prompt, so what it rejects is too long in any case; the total is ours to check.
     publish_token_budget(card, TokenBudget(info.context_length, reject_prompt_overflow=True, reject_total_overflow=False))
     return card

@@ -6,6 +6,7 @@ from dynamo.trtllm.config import Invocation
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.preflight.compare import compare, read_other
 from dynamo.trtllm.preflight.faults import find_faults
+from dynamo.trtllm.preflight.live import ask_peers
 from dynamo.trtllm.preflight.memory import GIGABYTE, estimate, find_gpu_memory
 from dynamo.trtllm.preflight.plan import find_notes, render
 from dynamo.trtllm.preflight.report import engine_report
@@ -31,6 +32,10 @@ def run(invocation: Invocation) -> int:
         pair_faults, pair_notes = compare(config, read_other(config, check.against), shape)
         faults += pair_faults
         notes += pair_notes
+    if check.live:
+        lines, live_faults = ask_peers(config)
+        print("\n  ".join(["live", *lines]))
+        faults += live_faults
     if check.engine_report:
         print(engine_report())
     _print_lines("note", notes)

@@ -44,7 +44,7 @@ def _peers(config: WorkerConfig) -> Iterator[str]:
     if config.role is Role.PREFILL:
         yield "needs a decode worker of the same model"
     if config.role is Role.DECODE:
-        yield "needs a prefill worker of the same model"
+        yield f"needs a prefill worker of the same model; asks {config.peers.prefill_endpoint} again when one was lost"
     if config.role is Role.ENCODE:
         yield "is called by prefill and aggregated workers that name its endpoint"
     if config.peers.encode_endpoint is not None:

@@ -221,11 +221,18 @@ _TOPOLOGY = (
         help="Encode here while no encode worker lives, instead of answering 503.",
     ),
     Flag(
+        name="--prefill-endpoint",
+        kind=ENDPOINT,
+        lands="peers.prefill_endpoint",
+        roles=frozenset({Role.DECODE}),
+        help="Prefill workers that decode asks again when that of a request was lost; in this worker's own namespace by default.",
+    ),
+    Flag(
         name="--peer-timeout",
         kind=SECONDS,
         lands="peers.timeout_s",
-        roles=_WITH_ENCODER,
-        help="Longest wait for an encode worker's answer.",
+        roles=_WITH_KV_CACHE,
+        help="Longest wait for the answer of an encode or prefill worker.",
     ),
 )
 

@@ -141,6 +141,8 @@ def _build(role: Role, settings: Settings, runtime: Any, dotted: Sequence[Layer]
             layers[layer][field] = setting.value
     modality = _modality(role, settings)
     _check_peers(role, modality, settings, layers["peers"])
+    runtime_layer = _runtime(role, runtime, layers["runtime"])
+    layers["peers"].setdefault("prefill_endpoint", default_endpoint(Role.PREFILL, runtime_layer.namespace))
     layers["model"].update(modality=modality, **_model_of(runtime))
     layers["engine"].update(_published(settings))
     layers["media"].update(_media(settings, runtime))
@@ -154,7 +156,7 @@ def _build(role: Role, settings: Settings, runtime: Any, dotted: Sequence[Layer]
     )
     return WorkerConfig(
         role=role,
-        runtime=_runtime(role, runtime, layers["runtime"]),
+        runtime=runtime_layer,
         model=model,
         media=MediaConfig(**layers["media"]),
         engine=engine,
@@ -184,8 +186,9 @@ def _check_peers(role: Role, modality: Modality, settings: Settings, peers: dict
             raise StartupError("--encode-endpoint is of no use to a text worker: remove it, or add --modality multimodal")
         encoder = None
     if encoder is None:
-        peers.clear()
-        for name in ("--encode-fallback", "--peer-timeout"):
+        peers.pop("encode_endpoint", None)
+        peers.pop("encode_fallback", None)
+        for name in ("--encode-fallback",) if role is Role.DECODE else ("--encode-fallback", "--peer-timeout"):
             if name in settings and settings[name].value and settings[name].level is Level.COMMAND_LINE:
                 raise StartupError(f"{settings[name].name} is of no use without --encode-endpoint: add that, or remove it")
     if role is Role.AGGREGATED and encoder is None:

@@ -1,0 +1,79 @@
+"""`--check --live`: are the peers of this worker there, do they speak its schema, and does NIXL work on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from dynamo.trtllm.config import EngineKind, Role, WorkerConfig, default_endpoint
+from dynamo.trtllm.preflight.loopback import Loopback, measure_loopback
+
+WAIT_S = 5.0
+"""How long peers that run have to show up in discovery."""
+
+
+def peers_of(config: WorkerConfig) -> list[tuple[str, str]]:
+    """Role and endpoint of each kind of worker that this one cannot do without."""
+    found = []
+    if config.peers.encode_endpoint is not None:
+        found.append((Role.ENCODE.value, config.peers.encode_endpoint))
+    if config.role is Role.PREFILL:
+        found.append((Role.DECODE.value, default_endpoint(Role.DECODE, config.runtime.namespace)))
+    if config.role is Role.DECODE:
+        found.append((Role.PREFILL.value, config.peers.prefill_endpoint))
+    return found
+
+
+def ask_peers(config: WorkerConfig) -> tuple[list[str], list[str]]:
+    """What was found of the running peers and of NIXL here, and what is wrong with it. Joins Dynamo as a client."""
+    lines, faults = asyncio.run(_ask(config)) if peers_of(config) else (["no peers needed"], [])
+    moves_tensors = config.role is Role.ENCODE or config.peers.encode_endpoint is not None
+    if moves_tensors or (config.role is not Role.AGGREGATED and config.engine.kind is not EngineKind.TENSORRT_LLM):
+        loopback = measure_loopback()
+        if isinstance(loopback, Loopback):
+            lines.append(f"NIXL loopback {loopback.rate / 1e9:.2f} GB/s over UCX, {loopback.transports}")
+        else:
+            faults.append(f"NIXL cannot hand memory over on this machine: {loopback}")
+    return lines, faults
+
+
+async def _ask(config: WorkerConfig) -> tuple[list[str], list[str]]:
+    from dynamo.trtllm.runtime import connect
+
+    runtime = connect(config.runtime)
+    try:
+        lines: list[str] = []
+        faults: list[str] = []
+        for role, endpoint in peers_of(config):
+            await _ask_endpoint(runtime, role, endpoint, lines, faults)
+        return lines, faults
+    finally:
+        runtime.shutdown()
+
+
+async def _ask_endpoint(runtime: Any, role: str, endpoint: str, lines: list[str], faults: list[str]) -> None:
+    from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
+
+    client = await runtime.endpoint(endpoint).client()
+    try:
+        found = sorted(await asyncio.wait_for(client.wait_for_instances(), WAIT_S))
+    except asyncio.TimeoutError:
+        faults.append(f"no {role} worker runs at {endpoint}: start one, or correct namespace and discovery")
+        return
+    ours = await _with_schema(client, SCHEMA_KEY, str(SCHEMA_VERSION), len(found))
+    lines.append(f"{role} at {endpoint}: {len(found)} running, {len(ours)} with message schema {SCHEMA_VERSION}")
+    others = [instance for instance in found if instance not in ours]
+    if others:
+        who = f"1 {role} worker at {endpoint} speaks" if len(others) == 1 else f"{len(others)} {role} workers at {endpoint} speak"
+        faults.append(f"{who} another message schema than {SCHEMA_VERSION}: run the same release on all workers")
+
+
+async def _with_schema(client: Any, key: str, value: str, most: int) -> list[int]:
+    """Instances whose model card names the schema: all of them at once, else as many as show up."""
+    for count in (most, 1):
+        try:
+            return list(await client.wait_for_instances_by_runtime_data(key, value, count, WAIT_S))
+        except Exception as error:  # the binding raises plain Exception for its own timeout
+            if count == 1 and "tim" not in str(error).lower():
+                raise
+    return []
