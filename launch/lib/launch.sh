@@ -10,6 +10,8 @@ launch_commands=()       # the processes, in the form that supervise.py takes
 launch_lines=()          # the same, quoted for a shell
 launch_environment=()    # NAME=VALUE for every process
 launch_supervision=()    # further options of supervise.py
+launch_command=()        # the worker that launch_worker_command made last
+launch_config_finder=launch_find_config
 launch_workers=0
 
 launch_fail() {
@@ -132,38 +134,43 @@ launch_add_frontend() {
     launch_add frontend "${command[@]}"
 }
 
-# launch_add_worker ROLE INDEX COUNT: one worker of a role, with what its variables say.
-launch_add_worker() {
-    local role=$1 index=$2 count=$3 label=$1 environment=() prefix devices config
-    local command=("$launch_python" -m dynamo.trtllm --model-path "$MODEL_PATH" --engine "$ENGINE")
-    prefix=${role^^}
-    local config_variable=${prefix}_ENGINE_ARGS devices_variable=${prefix}_CUDA_VISIBLE_DEVICES
-    ((count == 1)) || label=$role-$index
+# launch_worker_command ROLE: sets launch_command to a worker of the role, with what its variables say.
+launch_worker_command() {
+    local role=$1 config
+    local config_variable=${role^^}_ENGINE_ARGS
+    launch_command=("$launch_python" -m dynamo.trtllm --model-path "$MODEL_PATH" --engine "$ENGINE")
 
-    [[ -z ${SERVED_MODEL_NAME-} ]] || command+=(--served-model-name "$SERVED_MODEL_NAME")
-    [[ -z ${MODALITY-} ]] || command+=(--modality "$MODALITY")
-    [[ $role == agg ]] || command+=(--disaggregation-mode "$role")
+    [[ -z ${SERVED_MODEL_NAME-} ]] || launch_command+=(--served-model-name "$SERVED_MODEL_NAME")
+    [[ -z ${MODALITY-} ]] || launch_command+=(--modality "$MODALITY")
+    [[ $role == agg ]] || launch_command+=(--disaggregation-mode "$role")
     if [[ $role == encode ]]; then
-        command+=(--endpoint "$ENCODE_ENDPOINT")
+        launch_command+=(--endpoint "$ENCODE_ENDPOINT")
     elif [[ $role != decode && -n ${ENCODE_ENDPOINT-} ]]; then
-        command+=(--encode-endpoint "$ENCODE_ENDPOINT")
+        launch_command+=(--encode-endpoint "$ENCODE_ENDPOINT")
     fi
     if [[ -n ${!config_variable-} ]]; then
-        config=$(launch_find_config "$config_variable" "${!config_variable}") || exit
-        command+=(--extra-engine-args "$config")
+        config=$("$launch_config_finder" "$config_variable" "${!config_variable}") || exit
+        launch_command+=(--extra-engine-args "$config")
     fi
     if [[ $role != decode ]]; then
-        [[ -z ${ALLOWED_LOCAL_MEDIA_PATH-} ]] || command+=(--allowed-local-media-path "$ALLOWED_LOCAL_MEDIA_PATH")
-        [[ -z ${MAX_FILE_SIZE_MB-} ]] || command+=(--max-file-size-mb "$MAX_FILE_SIZE_MB")
+        [[ -z ${ALLOWED_LOCAL_MEDIA_PATH-} ]] || launch_command+=(--allowed-local-media-path "$ALLOWED_LOCAL_MEDIA_PATH")
+        [[ -z ${MAX_FILE_SIZE_MB-} ]] || launch_command+=(--max-file-size-mb "$MAX_FILE_SIZE_MB")
     fi
+}
 
+# launch_add_worker ROLE INDEX COUNT: one worker of a role.
+launch_add_worker() {
+    local role=$1 index=$2 count=$3 label=$1 environment=() devices
+    local devices_variable=${role^^}_CUDA_VISIBLE_DEVICES
+    ((count == 1)) || label=$role-$index
     if [[ -n ${!devices_variable-} ]]; then
         IFS=';' read -ra devices <<<"${!devices_variable}"
         environment+=("CUDA_VISIBLE_DEVICES=${devices[(index - 1) % ${#devices[@]}]}")
     fi
     [[ -z ${DYN_SYSTEM_PORT-} ]] || environment+=("DYN_SYSTEM_PORT=$(launch_system_port)")
     launch_workers=$((launch_workers + 1))
-    launch_add "$label" "${environment[@]}" "${command[@]}" "${launch_worker_args[@]}"
+    launch_worker_command "$role"
+    launch_add "$label" "${environment[@]}" "${launch_command[@]}" "${launch_worker_args[@]}"
 }
 
 # 0 and negative ports mean a port of the system's choice and none: they are the same for every worker.

@@ -3,7 +3,10 @@
 usage: supervise.py [options] --start LABEL COUNT ARG...
   --start LABEL COUNT ARG...  one process; COUNT says how many ARGs follow; leading NAME=VALUE are its environment
   --then COUNT ARG...         runs this when the model is listed, with this terminal; when it ends, so does everything else
-  --url URL                   the frontend's address: its port must be free, and its /v1/models says what is served
+  --outlive LABEL             ends this process after the others have ended
+  --finally COUNT ARG...      runs this when all processes have ended, however that came about
+  --url URL                   the frontend's address: its port must be free, if it is of this host, and its /v1/models says what
+                              is served
   --model NAME                the model to wait for
   --instances N               waits until the frontend's /health lists so many workers too (default 1)
   --ready-timeout S           gives up when the model is not listed after S seconds
@@ -78,6 +81,8 @@ class Plan:
 
     commands: list[Command] = field(default_factory=list)
     client: Command | None = None
+    last: Command | None = None
+    outlive: list[str] = field(default_factory=list)
     url: str = ""
     model: str = ""
     instances: int = 1
@@ -98,6 +103,10 @@ def parse(arguments: Sequence[str]) -> Plan:
             plan.commands.append(_command(next(words), words))
         elif word == "--then":
             plan.client = _command("client", words)
+        elif word == "--finally":
+            plan.last = _command("the end", words)
+        elif word == "--outlive":
+            plan.outlive.append(next(words))
         elif name in {"url", "model", "temporary", "log"}:
             setattr(plan, name, next(words))
         elif word == "--instances":
@@ -156,6 +165,8 @@ class Supervisor:
                 raise
             finally:
                 await self._stop()
+                if self._plan.last is not None:
+                    await _run_detached(self._plan.last)
 
     @contextlib.contextmanager
     def _temporary_directory(self) -> Iterator[None]:
@@ -232,16 +243,29 @@ class Supervisor:
         return _shell_status(await process.wait())
 
     async def _stop(self) -> None:
-        """Ends every process group: SIGTERM, and SIGKILL after the grace or at a second signal."""
+        """Ends every process group, those that outlive the others last."""
+        outliving = self._plan.outlive
+        await self._end([process.pid for label, process in self._processes.items() if label not in outliving])
+        await self._end([process.pid for label, process in self._processes.items() if label in outliving])
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=2.0)
+
+    async def _end(self, groups: Sequence[int]) -> None:
+        """SIGTERM, and SIGKILL after the grace or at a second signal."""
         deadline = time.monotonic() + self._plan.grace
-        groups = [process.pid for process in self._processes.values()]
         _signal_groups(groups, signal.SIGTERM)
         # The groups hold processes that are not children of this one, so there is no event to wait for.
         while _signal_groups(groups, 0) and time.monotonic() < deadline and self._signals.empty():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S / 4)
         _signal_groups(groups, signal.SIGKILL)
-        if self._readers:
-            await asyncio.wait(self._readers, timeout=2.0)
+
+
+async def _run_detached(command: Command) -> None:
+    """Runs a command to its end, in a session of its own so that the terminal's signals do not reach it."""
+    process = await asyncio.create_subprocess_exec(
+        *command.argv, env=os.environ | command.environment, stdin=DEVNULL, start_new_session=True
+    )
+    await process.wait()
 
 
 async def _copy(label: str, stream: asyncio.StreamReader, target: BinaryIO) -> None:
@@ -292,7 +316,9 @@ def _end_with_parent() -> None:
 
 
 def _require_free_port(url: str) -> None:
-    port = urlsplit(url).port
+    port, host = urlsplit(url).port, urlsplit(url).hostname
+    if host not in {"127.0.0.1", "localhost"}:
+        return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
