@@ -13,7 +13,7 @@ import pytest
 from dynamo.trtllm.config import CheckOptions, EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.utils.flags import FLAGS, SWITCH
-from dynamo.trtllm.utils.trtllm_utils import dump_engine_args, parse, parse_args
+from dynamo.trtllm.utils.trtllm_utils import dump_engine_args, parse, parse_args, write_config
 
 MIB = 1 << 20
 PREFILL = ["--disaggregation-mode", "prefill"]
@@ -283,8 +283,19 @@ def test_other_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_that_the_rust_side_reads_are_written_to_the_environment() -> None:
-    parse(["--engine-request-limit", "9", "--response-plane", "quic"])
+    parse(["--engine-request-limit", "9", "--response-plane", "quic", "--health-check-payload", '{"token_ids": [7]}'])
     assert (os.environ["DYN_ENGINE_REQUEST_LIMIT"], os.environ["DYN_RESPONSE_PLANE"]) == ("9", "quic")
+    assert json.loads(os.environ["DYN_HEALTH_CHECK_PAYLOAD"]) == {"token_ids": [7]}
+
+
+def test_the_configuration_is_written_where_it_was_asked_for(tmp_path: Path) -> None:
+    write_config(parse_args([]))
+    path = tmp_path / "config.json"
+    write_config(parse_args(["--dump-config-to", str(path), "--max-batch-size", "3", "--model-path", "m"]))
+    written = json.loads(path.read_text())
+    assert (written["model"]["path"], written["role"], written["engine"]["args"]["max_batch_size"]) == ("m", "agg", 3)
+    with pytest.raises(StartupError, match=r"^the file of --dump-config-to cannot be written"):
+        write_config(parse_args(["--dump-config-to", str(tmp_path / "none" / "config.json")]))
 
 
 def test_a_script_for_the_double_is_no_engine_argument() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.trtllm_utils import parse
+from dynamo.trtllm.utils.trtllm_utils import parse, write_config
 
 if TYPE_CHECKING:
     from dynamo.trtllm.config import Invocation, WorkerConfig
@@ -54,6 +54,7 @@ def _run_worker(invocation: Invocation) -> int:
     from dynamo.runtime.logging import configure_dynamo_logging
 
     configure_dynamo_logging()
+    write_config(invocation.config)
     logging.getLogger("PIL").setLevel(logging.INFO)  # its debug lines hold bytes of the users' pictures
     for note in invocation.notes:
         logger.warning(note)

@@ -191,6 +191,8 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
         card.set_structural_tag(dict(runtime.structural_tag))
     if runtime.default_thinking_mode:
         card.set_engine_specific("default_thinking_mode", f'"{runtime.default_thinking_mode}"')
+    if runtime.kv_state_endpoint:
+        card.kv_state_endpoint = runtime.kv_state_endpoint
     card.set_engine_specific(SCHEMA_KEY, f'"{SCHEMA_VERSION}"')
     # The frontend counts the unexpanded prompt, so what it rejects is too long in any case; the total is ours to check.
     publish_token_budget(card, TokenBudget(info.context_length, reject_prompt_overflow=True, reject_total_overflow=False))

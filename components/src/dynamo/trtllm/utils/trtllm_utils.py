@@ -7,6 +7,7 @@ command line, environment, the YAML file of `--extra-engine-args`, default. Impo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -328,6 +329,7 @@ def _health_check_payload(text: str | None) -> dict[str, Any] | None:
         payload: dict[str, Any] = JSON_OBJECT.convert(content)
     except (OSError, ValueError) as error:
         raise StartupError("--health-check-payload must be a JSON object, or @FILE with one in it") from error
+    os.environ["DYN_HEALTH_CHECK_PAYLOAD"] = json.dumps(payload)
     return payload
 
 
@@ -373,6 +375,20 @@ def _notes(config: WorkerConfig, settings: Settings) -> list[str]:
     if "--publish-events-and-metrics" in settings:
         notes.append(f"{settings['--publish-events-and-metrics'].name} stands for --publish-kv-events and --publish-metrics")
     return notes
+
+
+def write_config(config: WorkerConfig) -> None:
+    """Write the whole configuration as JSON to the file of `--dump-config-to`, where that was given.
+
+    Raises `StartupError` when the file cannot be written.
+    """
+    if config.runtime.dump_config_to is None:
+        return
+    text = json.dumps(dataclasses.asdict(config), default=str, indent=2, sort_keys=True)
+    try:
+        Path(config.runtime.dump_config_to).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StartupError("the file of --dump-config-to cannot be written: give a path in a directory that exists") from error
 
 
 def dump_engine_args(engine: EngineConfig) -> str:
