@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from processes.cluster import Answer, Cluster, Managed
 from processes.media import PictureServer, picture_server, png
 
 QUESTION = "Describe the image"
+CONTEXT_LENGTH = 2048
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def worker(cluster: Cluster) -> Managed:
-    worker = cluster.worker("--engine", "transformers", "--modality", "multimodal", "--max-images", "4")
+    worker = cluster.worker("--engine", "transformers", "--modality", "multimodal", "--max-images", "4", "--max-seq-len", str(CONTEXT_LENGTH))
     cluster.wait_listed()
     return worker
 
@@ -164,12 +166,17 @@ def test_more_pictures_than_the_limit_are_refused_before_any_is_fetched(
 def test_a_prompt_too_long_with_its_pictures_is_refused_with_both_counts_before_anything_is_encoded(
     cluster: Cluster, worker: Managed, server: PictureServer
 ) -> None:
-    key = "dynamo_trtllm_engine_encoded_images_total"
-    before = worker.metrics()[key]
-    limit = 4096
-    answer = ask(cluster, server.picture_url(300), question="hello " * (limit - 40))
+    def text_tokens(words: int) -> int:
+        return int(cluster.chat("hello " * words, max_tokens=1).usage["prompt_tokens"])
+
+    few, many = text_tokens(10), text_tokens(110)
+    words = (CONTEXT_LENGTH - 20 - few) * 100 // (many - few)
+    before = worker.metrics()["dynamo_trtllm_engine_encoded_images_total"]
+    answer = ask(cluster, *(server.picture_url(300 + i) for i in range(4)), question="hello " * words)
     assert answer.status == 400
-    assert worker.metrics()[key] == before
+    assert f"the context length is {CONTEXT_LENGTH}" in answer.message
+    assert re.search(r"the prompt has 2\d\d\d tokens", answer.message)
+    assert worker.metrics()["dynamo_trtllm_engine_encoded_images_total"] == before
 
 
 @pytest.mark.parametrize(
