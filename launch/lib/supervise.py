@@ -4,6 +4,7 @@ usage: supervise.py [options] --start LABEL COUNT ARG...
   --start LABEL COUNT ARG...  one process; COUNT says how many ARGs follow; leading NAME=VALUE are its environment
   --then COUNT ARG...         runs this when the model is listed, with this terminal; when it ends, so does everything else
   --outlive LABEL             ends this process after the others have ended
+  --stop COUNT ARG...         asks processes to end by this command, with their labels as further arguments, and not by SIGTERM
   --finally COUNT ARG...      runs this when all processes have ended, however that came about
   --url URL                   the frontend's address: its port must be free, if it is of this host, and its /v1/models says what
                               is served
@@ -81,6 +82,7 @@ class Plan:
 
     commands: list[Command] = field(default_factory=list)
     client: Command | None = None
+    stop: Command | None = None
     last: Command | None = None
     outlive: list[str] = field(default_factory=list)
     url: str = ""
@@ -103,8 +105,10 @@ def parse(arguments: Sequence[str]) -> Plan:
             plan.commands.append(_command(next(words), words))
         elif word == "--then":
             plan.client = _command("client", words)
+        elif word == "--stop":
+            plan.stop = _command("stop", words)
         elif word == "--finally":
-            plan.last = _command("the end", words)
+            plan.last = _command("finally", words)
         elif word == "--outlive":
             plan.outlive.append(next(words))
         elif name in {"url", "model", "temporary", "log"}:
@@ -245,25 +249,29 @@ class Supervisor:
     async def _stop(self) -> None:
         """Ends every process group, those that outlive the others last."""
         outliving = self._plan.outlive
-        await self._end([process.pid for label, process in self._processes.items() if label not in outliving])
-        await self._end([process.pid for label, process in self._processes.items() if label in outliving])
+        await self._end([label for label in self._processes if label not in outliving])
+        await self._end([label for label in self._processes if label in outliving])
         if self._readers:
             await asyncio.wait(self._readers, timeout=2.0)
 
-    async def _end(self, groups: Sequence[int]) -> None:
-        """SIGTERM, and SIGKILL after the grace or at a second signal."""
+    async def _end(self, labels: Sequence[str]) -> None:
+        """SIGTERM or the command for it, and SIGKILL after the grace or at a second signal."""
         deadline = time.monotonic() + self._plan.grace
-        _signal_groups(groups, signal.SIGTERM)
+        groups = [self._processes[label].pid for label in labels]
+        if self._plan.stop is None:
+            _signal_groups(groups, signal.SIGTERM)
+        else:
+            await _run_detached(self._plan.stop, *labels)
         # The groups hold processes that are not children of this one, so there is no event to wait for.
         while _signal_groups(groups, 0) and time.monotonic() < deadline and self._signals.empty():  # noqa: ASYNC110
             await asyncio.sleep(POLL_S / 4)
         _signal_groups(groups, signal.SIGKILL)
 
 
-async def _run_detached(command: Command) -> None:
+async def _run_detached(command: Command, *arguments: str) -> None:
     """Runs a command to its end, in a session of its own so that the terminal's signals do not reach it."""
     process = await asyncio.create_subprocess_exec(
-        *command.argv, env=os.environ | command.environment, stdin=DEVNULL, start_new_session=True
+        *command.argv, *arguments, env=os.environ | command.environment, stdin=DEVNULL, start_new_session=True
     )
     await process.wait()
 

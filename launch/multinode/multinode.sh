@@ -184,7 +184,7 @@ multinode_add() {
     read -ra further <<<"${SRUN_ARGS-}"
     launch_add "$label" srun "--jobid=$SLURM_JOB_ID" "--job-name=$multinode_run-$label" --overlap --export=ALL \
         "--nodelist=$nodes" "--nodes=${#names[@]}" "--ntasks=$((${#names[@]} * ranks))" "--ntasks-per-node=$ranks" "--mpi=$mpi" \
-        --label --kill-on-bad-exit=1 "${multinode_container[@]}" "${further[@]}" \
+        --label --kill-on-bad-exit=1 --wait=30 "${multinode_container[@]}" "${further[@]}" \
         env "${multinode_environment[@]}" bash "$multinode_root/launch/multinode/start.sh" "$@"
 }
 
@@ -252,6 +252,7 @@ multinode_launch() {
     exec "$multinode_python" "$launch_root/launch/lib/supervise.py" \
         --url "http://$HEAD_NODE_IP:$launch_port" --model "$(launch_model_name)" --instances "$launch_workers" \
         --ready-timeout "${LAUNCH_READY_TIMEOUT_S:-1800}" --grace "${LAUNCH_GRACE_S:-15}" \
+        --stop 4 bash "$multinode_folder/end_steps.sh" "$SLURM_JOB_ID" "$multinode_run" \
         --finally 4 bash "$multinode_folder/end_steps.sh" "$SLURM_JOB_ID" "$multinode_run" \
         "${launch_supervision[@]}" "${launch_commands[@]}"
 }

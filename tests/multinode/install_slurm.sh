@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the multi-node tests need: Debian's slurmctld, slurmd, slurm-client and munge. Does nothing when they are there.
+# Installs what the multi-node tests need: Debian's slurmctld, slurmd, slurm-client, munge and PMIx. Does nothing when they are there.
 # Nothing is started: the tests start their own daemons, in a folder of their own. Needs root and apt-get.
 set -euo pipefail
 
@@ -7,6 +7,7 @@ policy=/usr/sbin/policy-rc.d
 for program in slurmctld slurmd srun munged; do
     PATH=$PATH:/usr/sbin type -P "$program" >/dev/null || missing=true
 done
+compgen -G "/usr/lib/*/pmix2/lib/libpmix.so" >/dev/null || missing=true
 [[ ${missing-} ]] || exit 0
 
 if [[ ! -e $policy ]]; then
@@ -17,4 +18,5 @@ if [[ ! -e $policy ]]; then
 fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
-apt-get install -qq --yes --no-install-recommends slurmctld slurmd slurm-client munge >/dev/null
+# The pmix plugin loads libpmix.so by its unversioned name, which is in the development package.
+apt-get install -qq --yes --no-install-recommends slurmctld slurmd slurm-client munge libpmix-dev >/dev/null
