@@ -45,6 +45,8 @@ DEFAULT_CONTEXT_LENGTH = 8192
 DEFAULT_BLOCK_SIZE = 32
 _REFUSALS = (ValueError, TypeError, AssertionError)
 """What the library raises while submitting when it does not like the request."""
+_CANCEL_AGAIN_S = 0.5
+"""The library's iterators wait with `asyncio.wait_for`, which before Python 3.12 can swallow a cancellation."""
 _MACHINE_IDS = 1021
 """Request ids hold a ten-bit machine part; this prime is what the library's other users take."""
 
@@ -222,9 +224,10 @@ class TensorRTLLMEngine(Engine):
             return
         self._closed = True
         self._watch.end(EngineDead("the engine is closed"))
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=_CANCEL_AGAIN_S)
         if self._encoder is not None:
             await self._encoder.close()
         for owner in (self._llm, self._encoder_object):
