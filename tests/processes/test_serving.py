@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -100,6 +101,7 @@ def test_media_sent_to_a_text_worker_is_refused_in_words(cluster: Cluster, worke
 def test_a_long_prompt_is_refused_before_it_is_run(cluster: Cluster, worker: Managed) -> None:
     answer = cluster.complete("hello " * 400_000, max_tokens=4)
     assert answer.status == 400
+    assert re.search(r"the prompt has \d{6,} tokens; the context length is 200000", answer.message)
     assert cluster.chat("hi", max_tokens=2).status == 200
 
 

@@ -194,8 +194,8 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
     if runtime.kv_state_endpoint:
         card.kv_state_endpoint = runtime.kv_state_endpoint
     card.set_engine_specific(SCHEMA_KEY, f'"{SCHEMA_VERSION}"')
-    # The frontend counts the unexpanded prompt, so what it rejects is too long in any case; the total is ours to check.
-    publish_token_budget(card, TokenBudget(info.context_length, reject_prompt_overflow=True, reject_total_overflow=False))
+    # The frontend's own refusal reads "Invalid request"; ours names both counts, so it is left to us.
+    publish_token_budget(card, TokenBudget(info.context_length, reject_prompt_overflow=False, reject_total_overflow=False))
     return card
 
 

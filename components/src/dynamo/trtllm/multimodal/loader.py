@@ -36,7 +36,8 @@ class TokenBudget:
         """Raise `LimitFault`, naming both counts, when the prompt would leave no room for a single output token."""
         total = self.text_tokens + media_tokens
         if total >= self.context_length:
-            raise LimitFault(f"the prompt has {total} tokens with its images; the context length is {self.context_length}")
+            images = " with its images" if media_tokens else ""
+            raise LimitFault(f"the prompt has {total} tokens{images}; the context length is {self.context_length}")
 
 
 @dataclass(frozen=True)
