@@ -15,7 +15,11 @@ from dynamo.trtllm.errors import WorkerError
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 from dynamo.trtllm.transfer.nixl import NixlTransfer
 
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 120.0
+
+# Importing torch takes longest; a fork server does it once for all peer processes.
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "pydantic"])
 
 
 class FakeClock:
@@ -29,12 +33,11 @@ class FakeClock:
 
 
 class PeerProcess:
-    """A spawned process with one `NixlTransfer`. `ask` sends a command and returns the answer; leaving the block ends it."""
+    """A process of its own with one `NixlTransfer`. `ask` sends a command and returns the answer; leaving the block ends it."""
 
     def __init__(self, **options: Any) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(theirs, options), daemon=True)
+        self._pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_main, args=(theirs, options), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -78,6 +81,11 @@ class _Commands:
         """Break the contract on purpose: use the segment of an offer again at once."""
         self._transfer._acknowledged(generation)
         await self.offer(value, nbytes)
+
+    async def forget_all(self) -> None:
+        """Free all open offers at once."""
+        for generation in list(self._transfer._open):
+            self._transfer._acknowledged(generation)
 
     async def fetch(self, descriptor: str) -> str | tuple[int, int]:
         """Smallest and largest byte that arrived, or the name of the error."""

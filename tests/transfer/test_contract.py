@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -573,7 +573,7 @@ async def test_a_cancelled_fetch_frees_its_memory_when_the_read_has_ended(
 
 
 @pytest.mark.asyncio
-async def test_fetches_cancelled_at_any_point_leave_nothing(
+async def test_fetches_cancelled_at_any_point_leave_nothing_on_either_side(
     sender: PooledTransfer, reader: PooledTransfer, clock: FakeClock
 ) -> None:
     for steps in range(60):
@@ -582,9 +582,9 @@ async def test_fetches_cancelled_at_any_point_leave_nothing(
         for _ in range(steps % 12):
             await asyncio.sleep(0)
         fetching.cancel()
-        try:
+        with suppress(asyncio.CancelledError):
             (await fetching).release()
-        except asyncio.CancelledError:
+        if steps % 12 == 0:
             await reader.discard(offer.descriptor)
         assert await offer.settled(DEADLINE_S) is OfferState.ACKNOWLEDGED
     await until_free(reader)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.errors import Overloaded
@@ -82,6 +82,85 @@ class Allocator:
         return self._free_lengths.pop(offset)
 
 
+@dataclass(eq=False)
+class _Waiter:
+    nbytes: int
+    granted: asyncio.Future[int]
+
+
+class Room:
+    """An allocator that one can wait for, first come first served. Shared by all transfers; used on the event loop only."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        self._waiting: deque[_Waiter] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Callers that wait."""
+        return len(self._waiting)
+
+    async def take(self, nbytes: int, timeout_s: float) -> int:
+        """Offset of a range of `nbytes`. Raises `Overloaded` when there is none within `timeout_s` seconds."""
+        if not self._waiting:
+            offset = self.allocator.allocate(nbytes)
+            if offset is not None:
+                return offset
+        waiter = _Waiter(nbytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        try:
+            await asyncio.wait({waiter.granted}, timeout=max(timeout_s, 0.0))
+        except asyncio.CancelledError:
+            self._withdraw(waiter)
+            raise
+        if not waiter.granted.done():
+            self._withdraw(waiter)
+            raise Overloaded("the transfer memory stayed full; try again later")
+        return waiter.granted.result()
+
+    def give_back(self, offset: int) -> None:
+        """Free a range and serve those who wait."""
+        self.allocator.free(offset)
+        self._serve_waiting()
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        if waiter.granted.done():
+            self.allocator.free(waiter.granted.result())
+        else:
+            self._waiting.remove(waiter)
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        while self._waiting:
+            offset = self.allocator.allocate(self._waiting[0].nbytes)
+            if offset is None:
+                return
+            self._waiting.popleft().granted.set_result(offset)
+
+
+class Pool:
+    """One block of registered memory, uint8 `[bytes]`, from which segments are cut.
+
+    `registration` is what the transport gave for registering it. `slot` is set for memory of one object's own: the place among
+    such objects that it takes up.
+    """
+
+    def __init__(self, memory: torch.Tensor, registration: Any, *, slot: int | None = None) -> None:
+        self.memory = memory
+        self.registration = registration
+        self.slot = slot
+        self.base = memory.data_ptr()
+        self.room = Room(Allocator(memory.numel()))
+
+    async def allocate(self, nbytes: int, timeout_s: float) -> Segment:
+        """A segment of `nbytes`. Raises `Overloaded` when there is no room within `timeout_s` seconds."""
+        return Segment(self, await self.room.take(nbytes, timeout_s), nbytes)
+
+    def free(self, segment: Segment) -> None:
+        """Take a segment back and serve those who wait."""
+        self.room.give_back(segment.offset)
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """A range of a pool that belongs to one transfer: `nbytes` bytes from `offset`."""
@@ -98,74 +177,3 @@ class Segment:
     def memory(self) -> torch.Tensor:
         """The bytes, as a uint8 view `[nbytes]`."""
         return self.pool.memory[self.offset : self.offset + self.nbytes]
-
-
-@dataclass(eq=False)
-class _Waiter:
-    nbytes: int
-    granted: asyncio.Future[int]
-
-
-@dataclass(eq=False)
-class Pool:
-    """One registered block of memory, uint8 `[bytes]`. Shared by all transfers of a process; used on the event loop only."""
-
-    memory: torch.Tensor
-    registration: Any = None
-    """What the transport gave for registering `memory`."""
-    allocator: Allocator = field(init=False)
-    base: int = field(init=False)
-    _waiting: deque[_Waiter] = field(default_factory=deque, init=False)
-
-    def __post_init__(self) -> None:
-        self.allocator = Allocator(self.memory.numel())
-        self.base = self.memory.data_ptr()
-
-    @property
-    def capacity(self) -> int:
-        return self.allocator.capacity
-
-    @property
-    def waiting(self) -> int:
-        """Callers that wait for room."""
-        return len(self._waiting)
-
-    async def allocate(self, nbytes: int, timeout_s: float) -> Segment:
-        """A segment of `nbytes`, first come first served.
-
-        Raises `Overloaded` when there is no room within `timeout_s` seconds.
-        """
-        if not self._waiting:
-            offset = self.allocator.allocate(nbytes)
-            if offset is not None:
-                return Segment(self, offset, nbytes)
-        waiter = _Waiter(nbytes, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
-        try:
-            await asyncio.wait({waiter.granted}, timeout=max(timeout_s, 0.0))
-        except asyncio.CancelledError:
-            self._withdraw(waiter)
-            raise
-        if not waiter.granted.done():
-            self._withdraw(waiter)
-            raise Overloaded("the transfer memory stayed full; try again later")
-        return Segment(self, waiter.granted.result(), nbytes)
-
-    def free(self, segment: Segment) -> None:
-        """Take a segment back and serve those who wait."""
-        self.allocator.free(segment.offset)
-        self._serve_waiting()
-
-    def _withdraw(self, waiter: _Waiter) -> None:
-        if waiter.granted.done():
-            self.allocator.free(waiter.granted.result())
-        else:
-            self._waiting.remove(waiter)
-        self._serve_waiting()
-
-    def _serve_waiting(self) -> None:
-        while self._waiting:
-            offset = self.allocator.allocate(self._waiting[0].nbytes)
-            if offset is None:
-                return
-            self._waiting.popleft().granted.set_result(offset)

@@ -11,14 +11,13 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from dynamo.trtllm.errors import LimitFault, Overloaded, PeerFault, PeerTimeout, PeerUnavailable
-from dynamo.trtllm.transfer.descriptor import HEADER_BYTES, PeerIdentity, TransferDescriptor
-from dynamo.trtllm.transfer.pool import Pool, Segment
-from dynamo.trtllm.transfer.port import Offer, OfferState, Received, Transfer, TransferStats
+from dynamo.trtllm.errors import LimitFault, PeerFault, PeerTimeout, PeerUnavailable
+from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES, HEADER_BYTES, PeerIdentity, TransferDescriptor
+from dynamo.trtllm.transfer.pool import Allocator, Pool, Room, Segment, round_up
+from dynamo.trtllm.transfer.port import Offer, OfferState, Received, Transfer, TransferStats, wait_for_event
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +89,7 @@ class PooledTransfer(Transfer):
         self._generation = secrets.randbelow(1 << 20) << 32
         self._pools: dict[str, Pool] = {}
         self._pools_lock = asyncio.Lock()
-        self._own_registrations = asyncio.Semaphore(MAX_OWN_REGISTRATIONS)
+        self._own_slots = Room(Allocator(MAX_OWN_REGISTRATIONS * ALIGNMENT_BYTES))
         self._own_pools: set[Pool] = set()
         self._open: dict[int, _Held] = {}
         self._quarantine: dict[int, _Held] = {}
@@ -197,13 +196,13 @@ class PooledTransfer(Transfer):
         return TransferStats(
             **{f"{name}_total": self._counts[name] for name in counted},
             open_offers=len(self._open),
-            waiting_offers=sum(pool.waiting for pool in pools),
+            waiting_offers=self._own_slots.waiting + sum(pool.room.waiting for pool in pools),
             quarantined_segments=len(self._quarantine),
             reads_in_flight=len(self._reads),
             own_registrations=len(self._own_pools),
-            pool_bytes=sum(pool.capacity for pool in pools),
-            pool_used_bytes=sum(pool.allocator.used for pool in pools) - beacon_bytes,
-            pool_peak_bytes=sum(pool.allocator.peak for pool in pools) - beacon_bytes,
+            pool_bytes=sum(pool.room.allocator.capacity for pool in pools),
+            pool_used_bytes=sum(pool.room.allocator.used for pool in pools) - beacon_bytes,
+            pool_peak_bytes=sum(pool.room.allocator.peak for pool in pools) - beacon_bytes,
         )
 
     # Memory.
@@ -214,12 +213,12 @@ class PooledTransfer(Transfer):
                 self._pools[device] = await self._make_pool(device, self._pool_bytes)
             return self._pools[device]
 
-    async def _make_pool(self, device: str, nbytes: int) -> Pool:
+    async def _make_pool(self, device: str, nbytes: int, slot: int | None = None) -> Pool:
         import torch
 
         pinned = self._stage_cuda_on_host and device == "cpu"
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        return Pool(memory, await self._register(memory))
+        return Pool(memory, await self._register(memory), slot=slot)
 
     async def _allocate(self, device: str, nbytes: int, end: float) -> Segment:
         """A segment on `device` before the loop's time `end`; larger than the pool, it comes from a registration of its own."""
@@ -229,14 +228,11 @@ class PooledTransfer(Transfer):
         if nbytes <= self._pool_bytes - HEADER_BYTES:
             pool = await self._pool_for(device)
             return await pool.allocate(nbytes, end - loop.time())
+        slot = await self._own_slots.take(1, end - loop.time())
         try:
-            await asyncio.wait_for(self._own_registrations.acquire(), max(end - loop.time(), 0.0))
-        except asyncio.TimeoutError as error:
-            raise Overloaded("the transfer memory stayed full; try again later") from error
-        try:
-            pool = await self._make_pool(device, -(-nbytes // HEADER_BYTES) * HEADER_BYTES)
+            pool = await self._make_pool(device, round_up(nbytes), slot)
         except BaseException:
-            self._own_registrations.release()
+            self._own_slots.give_back(slot)
             raise
         self._own_pools.add(pool)
         return await pool.allocate(nbytes, 0.0)
@@ -244,20 +240,17 @@ class PooledTransfer(Transfer):
     def _free(self, segment: Segment) -> None:
         pool = segment.pool
         pool.free(segment)
-        if pool in self._own_pools:
+        if pool.slot is not None and pool in self._own_pools:
             self._own_pools.remove(pool)
-            self._spawn(self._drop_own(pool))
+            task = asyncio.ensure_future(self._drop_own(pool, pool.slot))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
-    async def _drop_own(self, pool: Pool) -> None:
+    async def _drop_own(self, pool: Pool, slot: int) -> None:
         try:
             await self._unregister(pool.registration)
         finally:
-            self._own_registrations.release()
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+            self._own_slots.give_back(slot)
 
     # Sender.
 
@@ -352,8 +345,7 @@ class PooledTransfer(Transfer):
         while True:
             self._changed.clear()
             pause_s = self.sweep()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), pause_s)
+            await wait_for_event(self._changed, pause_s)
 
     # Reader.
 
@@ -380,6 +372,9 @@ class PooledTransfer(Transfer):
             home = self._home_of(descriptor)
             segment = await self._allocate(home, descriptor.length, end)
             await self._fetch_into(segment, descriptor, end)
+        except asyncio.CancelledError:
+            self._acknowledge(descriptor)
+            raise
         except Exception:
             self._counts["failures"] += 1
             raise
