@@ -149,7 +149,7 @@ def test_logprobs_are_the_models_own_with_ranks_from_one() -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"presence_penalty": math.inf}, "presence_penalty"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 1}, "prompt tokens"),
         ({"guided": GuidedDecoding(regex="a*")}, "guided decoding"),

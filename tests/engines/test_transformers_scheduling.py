@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -77,11 +78,28 @@ async def test_a_closed_stream_frees_slot_and_blocks_at_the_next_step(start: Sta
     await _until(lambda: _idle(engine))
 
 
+class Gate:
+    """Lets decode steps through one by one, so that a test decides what happens between them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._steps, compute = threading.Semaphore(0), ModelRunner.decode
+
+        def decode(runner: ModelRunner, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            self._steps.acquire(timeout=10)
+            return compute(runner, tokens, positions)
+
+        monkeypatch.setattr(ModelRunner, "decode", decode)
+
+    def open(self, steps: int = 100_000) -> None:
+        self._steps.release(steps)
+
+
 @pytest.mark.asyncio
-async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start) -> None:
+async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     free = await start()
     asked = [request(IDS, request_id=str(i), max_tokens=36, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
     alone = [await generate(free, each) for each in asked]
+    gate = Gate(monkeypatch)
     engine = await start(kv_cache_config={"max_tokens": 64, "tokens_per_block": 16})
     assert engine.stats()["total_kv_blocks"] == 4
     order: list[str] = []
@@ -89,22 +107,32 @@ async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start) -
     async def run(each: EngineRequest) -> Output:
         output = await generate(engine, each)
         order.append(each.request_id)
+        assert engine.stats()["used_kv_blocks"] <= 4
         return output
 
-    async with aclosing(engine.generate(asked[0])) as steps:
-        output = Output()
-        add(output, await anext(steps))
-        others = [asyncio.create_task(run(each)) for each in asked[1:]]
-        await asyncio.sleep(0)
-        most_waiting = 0.0
-        async for step in steps:
-            add(output, step)
-            most_waiting = max(most_waiting, engine.stats()["waiting_requests"])
-            assert engine.stats()["used_kv_blocks"] <= 4
-    outputs = [output, *await asyncio.gather(*others)]
+    tasks = [asyncio.create_task(run(each)) for each in asked]
+    await _until(lambda: engine.stats()["active_requests"] == 1)
+    gate.open(1)
+    await _until(lambda: engine.stats()["waiting_requests"] == 3)
+    assert engine.stats()["used_kv_blocks"] == 3
+    gate.open()
+    outputs = await asyncio.gather(*tasks)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
-    assert order == ["1", "2", "3"]
-    assert most_waiting == 3
+    assert order == ["0", "1", "2", "3"]
+    assert _idle(engine)
+
+
+@pytest.mark.asyncio
+async def test_the_padding_of_short_rows_beside_a_long_one_counts_as_used(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    engine = await start(kv_cache_config={"max_tokens": 96, "tokens_per_block": 16})
+    lengths = (36, 4, 4)
+    tasks = [asyncio.create_task(generate(engine, request(IDS, max_tokens=n, ignore_eos=True))) for n in lengths]
+    gate.open(1)
+    await _until(lambda: engine.stats()["waiting_requests"] == 1)
+    assert engine.stats()["used_kv_blocks"] == 6
+    gate.open()
+    assert [len((await task).token_ids) for task in tasks] == list(lengths)
     assert _idle(engine)
 
 

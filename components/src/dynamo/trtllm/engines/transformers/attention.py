@@ -37,6 +37,10 @@ def grouped_attention(
     if query.shape[2] == 1 or softcap is not None:
         return _by_hand(query, key, value, attention_mask, scale, softcap), None
     causal = attention_mask is None
+    if query.is_cuda and not causal and query.shape[1] != key.shape[1]:
+        # Masked grouped attention has no fused CUDA kernel.
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )

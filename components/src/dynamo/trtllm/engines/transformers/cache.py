@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _COLUMN_STEP = 256
+_ROW_STEP = 4
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,8 @@ class BatchCache:
         target = -(-max(column - low, tokens, 1) // _COLUMN_STEP) * _COLUMN_STEP
         used = (self.keys[:, :count, :, low:column], self.values[:, :count, :, low:column], self.mask[:count, low:column])
         if rows > self.row_capacity or target >= columns:
-            more = columns if target < columns else max(target + _COLUMN_STEP, columns + columns // 2)
-            doubled = min(2 * self.row_capacity, self._max_rows)
-            self._allocate(self.row_capacity if rows <= self.row_capacity else max(rows, doubled), more)
+            more = columns if target < columns else max(target + _COLUMN_STEP, columns + columns // 4)
+            self._allocate(max(self.row_capacity, min(-(-rows // _ROW_STEP) * _ROW_STEP, self._max_rows), rows), more)
         else:
             used = (used[0].clone(), used[1].clone(), used[2].clone())
             self.mask.fill_(self.shape.lowest)

@@ -25,7 +25,9 @@ from dynamo.trtllm.errors import StartupError
 SMALL_MODEL_PARAMETERS = 200_000_000
 _DEFAULT_CONTEXT = 32_768
 _CPU_MEMORY_FRACTION = 0.25
-_CUDA_MEMORY_FRACTION = 0.6
+_CUDA_MEMORY_FRACTION = 0.8
+_GROWTH = 2
+"""The batch cache is copied when it grows: old and new stand side by side."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LAYER_KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -245,7 +247,7 @@ def _kv_tokens(options: EngineOptions, shape: CacheShape, context_length: int) -
         free = torch.cuda.mem_get_info(shape.device)[0] * (options.memory_fraction or _CUDA_MEMORY_FRACTION)
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * (options.memory_fraction or _CPU_MEMORY_FRACTION)
-    tokens = min(int(free) // shape.bytes_per_token, context_length * options.max_batch_size)
+    tokens = min(int(free) // (shape.bytes_per_token * _GROWTH), context_length * options.max_batch_size)
     if tokens < options.tokens_per_block:
         raise StartupError("no memory is left for the KV cache; use a smaller model or set kv_cache_config.max_tokens")
     return tokens

@@ -101,8 +101,6 @@ def _check(sampling: Sampling) -> None:
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:
             raise ClientFault(f"{name} must be between {low:g} and {high:g}, not {value:g}")
-    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        raise ClientFault(f"min_tokens is {sampling.min_tokens}, more than max_tokens, which is {sampling.max_tokens}")
 
 
 def uniform(seed: int, index: int) -> float:

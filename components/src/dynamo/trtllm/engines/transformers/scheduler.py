@@ -2,13 +2,15 @@
 
 A request waits, in order of arrival, until KV cache blocks are free for its whole length; then its prompt is computed, in chunks
 that fit the step's budget, then it joins the batch that is decoded in one forward per step. It leaves between two steps.
-Blocks are set aside for prompt and longest output at once, so a running request never runs out of them.
+Blocks are set aside for prompt and longest output at once, so a running request never runs out of them. The rows of the batch are
+padded to the longest, and the padding counts: what is used is what the memory holds.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
@@ -42,13 +44,17 @@ class Scheduler:
         self._positions = torch.zeros(options.max_batch_size, 1, dtype=torch.long, device=self._device)
         self.events: list[tuple[Any, Any]] = []
         self.total_blocks = total_blocks
-        self.used_blocks = 0
         self.generated_tokens = 0
         self.prompt_tokens = 0
 
     @property
     def active(self) -> int:
         return len(self._running) + len(self._prefilling)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that are set aside, padding included. Safe to read from another thread."""
+        return _blocks((*self._prefilling, *self._running))
 
     @property
     def waiting(self) -> int:
@@ -121,10 +127,9 @@ class Scheduler:
             rows = len(self._running) + sum(s.stage is not Stage.PREFILL for s in self._prefilling)
             if sequence.stage is not Stage.PREFILL and rows >= self._options.max_batch_size:
                 return
-            if sequence.blocks > self.total_blocks - self.used_blocks:
+            if _blocks((sequence, *self._prefilling, *self._running)) > self.total_blocks:
                 return
             self._waiting.popleft()
-            self.used_blocks += sequence.blocks
             try:
                 if sequence.stage is Stage.DECODE:
                     self._attach(sequence)
@@ -199,7 +204,10 @@ class Scheduler:
         if step.finish is not None:
             self._free(sequence)
             return
-        self._join(sequence)
+        try:
+            self._join(sequence)
+        except RuntimeError as error:  # out of memory
+            self._fail(sequence, error)
 
     def _state(self, sequence: Sequence) -> EngineState:
         assert sequence.keys is not None
@@ -233,7 +241,6 @@ class Scheduler:
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        self.used_blocks -= sequence.blocks
         sequence.finished = True
         sequence.release()
 
@@ -243,6 +250,12 @@ class Scheduler:
         fault.__cause__ = error
         self.events.append((sequence.sink, fault))
         self._free(sequence)
+
+
+def _blocks(sequences: Items[Sequence]) -> int:
+    """KV cache blocks of `sequences`: the batch's rows, each as long as the longest, and those of prefill alone."""
+    batch = [s.blocks for s in sequences if s.stage is not Stage.PREFILL]
+    return len(batch) * max(batch, default=0) + sum(s.blocks for s in sequences if s.stage is Stage.PREFILL)
 
 
 def _chunk_end(sequence: Sequence, budget: int) -> int:
