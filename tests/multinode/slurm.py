@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ from pathlib import Path
 from processes.cluster import die_with_parent, free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "squeue", "scancel", "scontrol")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "squeue", "scancel", "scontrol")
 SYSTEM_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 # In the environment of everything that runs on the cluster, so that what is left over can be found.
-MARK = "SLURM_TEST_CLUSTER"
+MARK = "TEST_CLUSTER_FOLDER"
 
 CONFIGURATION = """
 ClusterName=test
@@ -50,9 +50,10 @@ PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YE
 """
 
 
-def find_missing() -> list[str]:
-    """Programs of Slurm and munge that this machine lacks."""
-    return [name for name in DAEMONS if shutil.which(name, path=SYSTEM_PATH) is None]
+def is_installed() -> bool:
+    """Whether this machine has Slurm, munge, and what Slurm needs for `--mpi=pmix`."""
+    has_pmix = any(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so"))
+    return has_pmix and all(shutil.which(name, path=SYSTEM_PATH) for name in PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -75,35 +76,34 @@ class SlurmCluster:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
-    def allocate(self, nodes: int) -> str:
-        """The id of a new job of so many nodes that runs nothing yet."""
+    def allocate(self, nodes: int, ranks: int = 1) -> str:
+        """The id of a new job of so many nodes, with room for so many ranks on each, that runs nothing yet."""
         job_name = f"allocation-{free_port()}"
-        self.run("salloc", "--no-shell", f"--nodes={nodes}", f"--job-name={job_name}")
+        self.run("salloc", "--no-shell", f"--nodes={nodes}", f"--ntasks-per-node={ranks}", f"--job-name={job_name}")
         return self.run("squeue", "--noheader", f"--name={job_name}", "--format=%i").strip()
 
-    def steps(self, job: str) -> list[str]:
-        """Names of the job's steps that are not over."""
-        lines = self.run("squeue", "--noheader", "--steps", "--format=%i %j").splitlines()
-        return sorted(name for step, name in map(str.split, lines) if step.startswith(f"{job}."))
+    def steps(self, job: str) -> dict[str, str]:
+        """The nodes of each of the job's steps that are not over, by the step's name."""
+        lines = self.run("squeue", "--noheader", "--steps", "--format=%i %j %N").splitlines()
+        return {name: nodes for step, name, nodes in map(str.split, lines) if step.startswith(f"{job}.")}
 
     def jobs(self) -> list[str]:
         return self.run("squeue", "--noheader", "--format=%i").split()
 
-    def processes(self) -> list[str]:
-        """Command lines of everything that was started on this cluster and still runs, its daemons left out."""
-        return [line for line in _marked(f"{MARK}={self.folder}") if "slurmstepd" not in line]
+    def processes(self) -> dict[int, str]:
+        """Command lines by process id of everything that was started on this cluster and still runs, its daemons left out."""
+        mark, found = f"{MARK}={self.folder}".encode(), {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and mark in _read(entry / "environ").split(b"\0"):
+                found[int(entry.name)] = _read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        return found
 
 
-def _marked(mark: str) -> list[str]:
-    """Command lines of the living processes that have `mark` in their environment; this process left out."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with suppress(OSError):
-            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip())
-    return found
+def _read(path: Path) -> bytes:
+    """A file of /proc; empty when the process is gone."""
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
 
 
 @contextmanager
@@ -152,24 +152,35 @@ def _munged(folder: Path) -> list[str]:
     return ["munged", "--foreground", "--force", *(f"--{option}={folder}/munge.{name}" for option, name in files.items())]
 
 
-def _start(cluster: SlurmCluster, name: str, command: Sequence[str], settings: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def _start(cluster: SlurmCluster, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in cluster.environment.items() if name != MARK}
     with (cluster.folder / f"{name}.out").open("wb") as sink:
         return subprocess.Popen(
-            list(command), env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True,
+            list(command),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
             preexec_fn=die_with_parent,
         )
 
 
 def _idle_nodes(cluster: SlurmCluster) -> int:
     done = subprocess.run(
-        ["sinfo", "--noheader", "--format=%D", "--states=idle"], env=cluster.environment, capture_output=True, text=True, check=False
+        ["sinfo", "--noheader", "--format=%D", "--states=idle"],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return sum(map(int, done.stdout.split()))
 
 
 def _logs(folder: Path) -> str:
-    return "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.log")) + sorted(folder.glob("*.out")))
+    return "\n".join(
+        path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.log")) + sorted(folder.glob("*.out"))
+    )
 
 
 def _end(cluster: SlurmCluster, daemons: list[subprocess.Popen[bytes]]) -> None:
