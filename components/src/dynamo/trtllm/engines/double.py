@@ -1,6 +1,6 @@
-"""A deterministic engine that computes nothing, for tests and benchmarks, shipped so that users can try a deployment without a model.
+"""A deterministic engine that computes nothing, for tests and benchmarks; it ships, so a deployment can be tried without a model.
 
-Its tokens depend on the prompt, on the digests of its images and, when a seed is given, on the seed: every topology gives the same.
+Its tokens depend on the prompt, on the digests of its images and on a given seed: all topologies give the same.
 `--override-engine-args '{"double": {...}}'` scripts delays and failures; `DoubleScript` lists them.
 """
 
@@ -93,17 +93,8 @@ class DoubleEngine(Engine):
             hidden_size=_HIDDEN,
         )
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
-        self._check(request)
-        self._active += 1
-        try:
-            if self._script.prefill_delay_s:
-                await asyncio.sleep(self._script.prefill_delay_s)
-            key = _request_key(request)
-            async for step in self._run(request, key, 0):
-                yield step
-        finally:
-            self._active -= 1
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
+        return self._stream(request, None)
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         self._check(request)
@@ -118,16 +109,8 @@ class DoubleEngine(Engine):
         finally:
             self._active -= 1
 
-    async def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
-        if state.meta.get("schema") != STATE_SCHEMA or state.meta.get("engine") != "double":
-            raise EngineFault("the prefill worker's state is not one that this engine understands")
-        self._check(request)
-        self._active += 1
-        try:
-            async for step in self._run(request, int(state.meta["key"]), 1):
-                yield step
-        finally:
-            self._active -= 1
+    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+        return self._stream(request, state)
 
     def image_tokens(self, width: int, height: int) -> int | None:
         return self._script.image_tokens
@@ -181,20 +164,31 @@ class DoubleEngine(Engine):
         room = self._script.context_length - len(request.prompt.token_ids)
         return min(request.sampling.max_tokens or room, room)
 
-    async def _run(self, request: EngineRequest, key: int, start: int) -> AsyncGenerator[Step, None]:
-        script, length, delay = self._script, self._length(request), self._script.step_delay_s
+    async def _stream(self, request: EngineRequest, state: EngineState | None) -> AsyncGenerator[Step, None]:
+        """Both `generate` and, from a prefilled `state`, `decode`. One generator deep: this is run for every token."""
+        if state is not None and (state.meta.get("schema") != STATE_SCHEMA or state.meta.get("engine") != "double"):
+            raise EngineFault("the prefill worker's state is not one that this engine understands")
+        self._check(request)
+        script, length = self._script, self._length(request)
         plain = _is_plain(request.sampling) and script.fail_at_token is None and script.die_at_token is None
-        first, span = script.first_token_id, script.token_span
-        for index in range(start, length):
-            await asyncio.sleep(delay)
-            if plain and index < length - 1:  # the benchmark's path: nothing but a token
-                self._generated += 1
-                yield Step((first + (key + index * 7) % span,))
-                continue
-            step = self._step(request, key, index, length)
-            yield step
-            if step.finish is not None:
-                return
+        first, span, delay, last = script.first_token_id, script.token_span, script.step_delay_s, length - 1
+        self._active += 1
+        try:
+            if state is None and script.prefill_delay_s:
+                await asyncio.sleep(script.prefill_delay_s)
+            key = _request_key(request) if state is None else int(state.meta["key"])
+            for index in range(0 if state is None else 1, length):
+                await asyncio.sleep(delay)
+                if plain and index < last:  # the benchmark's path: nothing but a token
+                    self._generated += 1
+                    yield Step((first + (key + index * 7) % span,))
+                    continue
+                step = self._step(request, key, index, length)
+                yield step
+                if step.finish is not None:
+                    return
+        finally:
+            self._active -= 1
 
     def _step(self, request: EngineRequest, key: int, index: int, length: int) -> Step:
         script, sampling, prompt_tokens = self._script, request.sampling, len(request.prompt.token_ids)
