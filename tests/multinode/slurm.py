@@ -38,6 +38,7 @@ KillWait=20
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}/tmp-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SelectType=select/cons_tres
@@ -139,7 +140,7 @@ def _configure(folder: Path, nodes: int) -> None:
     ]
     text = CONFIGURATION.format(host=host, folder=folder, controller_port=controller_port, nodes="\n".join(lines))
     (folder / "slurm.conf").write_text(text)
-    for name in ("state", *(f"spool-{node}" for node in _names(nodes))):
+    for name in ("state", *(f"{use}-{node}" for use in ("spool", "tmp") for node in _names(nodes))):
         (folder / name).mkdir()
     key = folder / "munge.key"
     key.touch(0o600)

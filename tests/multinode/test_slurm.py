@@ -200,7 +200,7 @@ def test_a_worker_of_two_nodes_runs_under_pmix_with_one_rank_for_each_gpu_and_ra
     assert labels(slurm, job)["agg"] == "n[2-3]"
     ranks = set(re.findall(r"\[agg\] (\d): rank (\d) of 4 on (n\d)", run.output))
     assert ranks == {("0", "0", "n2"), ("1", "1", "n2"), ("2", "2", "n3"), ("3", "3", "n3")}
-    (worker,) = [pid for pid, line in slurm.processes().items() if "-m dynamo.trtllm" in line and "srun" not in line]
+    (worker,) = [pid for pid, line in slurm.processes().items() if line.startswith(f"{sys.executable} -m dynamo.trtllm ")]
     assert b"UCX_TLS=tcp,self,sm" in Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
     assert run.client.chat("hello", max_tokens=4).status == 200
 
