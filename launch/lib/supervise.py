@@ -249,8 +249,10 @@ class Supervisor:
     async def _stop(self) -> None:
         """Ends every process group, those that outlive the others last."""
         outliving = self._plan.outlive
-        await self._end([label for label in self._processes if label not in outliving])
-        await self._end([label for label in self._processes if label in outliving])
+        for last in (False, True):
+            labels = [label for label in self._processes if (label in outliving) is last]
+            if labels:
+                await self._end(labels)
         if self._readers:
             await asyncio.wait(self._readers, timeout=2.0)
 
