@@ -1,0 +1,272 @@
+"""Training batches: dialogues as token ids, positions and image patches, made with numpy on worker processes.
+
+The results equal those of `AutoProcessor` and of `Qwen2VLModel.get_rope_index` (tests prove it), at a fraction of their
+cost: pixels stay uint8 and single-frame until they are on the device, and whatever depends on sizes is an index tensor
+computed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from torchvision.transforms.v2 import functional as tv  # type: ignore[import-untyped]
+
+from .artifacts import (
+    END_OF_TEXT,
+    IMAGE_PAD,
+    MAX_PIXELS,
+    MERGE,
+    MIN_PIXELS,
+    PATCH,
+    TURN_END,
+    TURN_START,
+    VISION_END,
+    VISION_START,
+    token_id,
+)
+from .dialogues import Dialogue, Mix, draw_dialogue
+from .pictures import FIRST_TRAINING_SEED, MAX_SIDE, MIN_SIDE, Picture, degrade, draw
+
+Ids = npt.NDArray[np.int64]
+Grid = tuple[int, int]
+"""Patch rows and columns of one picture, both multiples of `MERGE`."""
+
+IGNORED = -100
+_MAX_GROUPS = 4
+
+
+class Batch(NamedTuple):
+    """One training step's input. P patches, N merged patches (P / 4), B dialogues of S tokens, T trained tokens."""
+
+    patches: torch.Tensor
+    """uint8 [P, 3 * 14 * 14]: one frame of every patch, in `pixel_values` order."""
+    patch_places: torch.Tensor
+    """int64 [P, 2]: row and column of every patch in its picture."""
+    groups: list[torch.Tensor]
+    """bool [pictures, patches] each, G elements in all: pictures of similar size side by side, true where there is a patch."""
+    grouped: torch.Tensor
+    """int64 [G]: the patch at every element of the flattened groups; P where there is none."""
+    ungrouped: torch.Tensor
+    """int64 [P]: where each patch is in the flattened groups."""
+    ids: torch.Tensor
+    """int64 [B, S], padded on the right."""
+    positions: torch.Tensor
+    """int64 [3, B, S]: temporal, row and column position of every token."""
+    image_at: torch.Tensor
+    """int64 [N]: indices of the picture tokens in the flattened ids."""
+    targets_at: torch.Tensor
+    """int64 [T]: indices, in the flattened ids, of the tokens that predict an answer token."""
+    targets: torch.Tensor
+    """int64 [T]: the answer tokens."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`."""
+        moved: dict[str, Any] = {name: _moved(value, device) for name, value in self._asdict().items()}
+        return Batch(**moved)
+
+
+def _moved(value: torch.Tensor | list[torch.Tensor], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
+    if isinstance(value, list):
+        return [item.to(device, non_blocking=True) for item in value]
+    return value.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One encoded dialogue: S token ids, their labels (`IGNORED` where nothing is trained) and its pictures."""
+
+    ids: Ids
+    labels: Ids
+    positions: Ids
+    patches: list[npt.NDArray[np.uint8]]
+    grids: list[Grid]
+
+
+def smart_resize(height: int, width: int) -> tuple[int, int]:
+    """Qwen2-VL's rule: sides in multiples of 28, the area within the limits, the aspect ratio kept as closely as possible."""
+    factor = PATCH * MERGE
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > MAX_PIXELS:
+        scale = math.sqrt(height * width / MAX_PIXELS)
+        rows = max(factor, math.floor(height / scale / factor) * factor)
+        columns = max(factor, math.floor(width / scale / factor) * factor)
+    elif rows * columns < MIN_PIXELS:
+        scale = math.sqrt(MIN_PIXELS / (height * width))
+        rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return rows, columns
+
+
+def patchify(image: Image.Image) -> tuple[npt.NDArray[np.uint8], Grid]:
+    """Cuts an RGB picture into uint8 patches [rows * columns, 3 * 14 * 14], ordered 2 x 2 block by block, and its grid."""
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    size = smart_resize(image.height, image.width)
+    if tuple(pixels.shape[1:]) != size:
+        pixels = tv.resize(pixels, list(size), interpolation=tv.InterpolationMode.BICUBIC, antialias=True)
+    rows, columns = size[0] // PATCH, size[1] // PATCH
+    blocks = pixels.numpy().reshape(3, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH)
+    return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3 * PATCH * PATCH), (rows, columns)
+
+
+def patch_places(grid: Grid) -> Ids:
+    """int64 [rows * columns, 2]: row and column of every patch, in the order of `patchify`."""
+    rows, columns = np.indices(grid)
+    places = np.stack([rows, columns], axis=-1).reshape(grid[0] // MERGE, MERGE, grid[1] // MERGE, MERGE, 2)
+    return places.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int64)
+
+
+def rope_positions(ids: Ids, grids: Sequence[Grid], image_token: int) -> Ids:
+    """int64 [3, S]: Qwen2-VL's positions. A picture's tokens share one temporal position; text goes on after its larger side."""
+    positions = np.empty((3, len(ids)), np.int64)
+    starts = np.flatnonzero(ids == image_token)
+    at, next_position, seen = 0, 0, 0
+    for rows, columns in ((rows // MERGE, columns // MERGE) for rows, columns in grids):
+        start = int(starts[seen])
+        positions[:, at:start] = np.arange(start - at) + next_position
+        next_position += start - at
+        places = np.stack([np.zeros((rows, columns), np.int64), *np.indices((rows, columns))])
+        at, seen = start + rows * columns, seen + rows * columns
+        positions[:, start:at] = places.reshape(3, -1) + next_position
+        next_position += max(rows, columns)
+    positions[:, at:] = np.arange(len(ids) - at) + next_position
+    return positions
+
+
+def render(dialogue: Dialogue) -> str:
+    """The dialogue as the chat template renders it, one placeholder per picture."""
+    picture = VISION_START + IMAGE_PAD + VISION_END
+    turns = ((turn.role, "".join(item if isinstance(item, str) else picture for item in turn.content)) for turn in dialogue)
+    return "".join(f"{TURN_START}{role}\n{content}{TURN_END}\n" for role, content in turns)
+
+
+class Encoder:
+    """Turns dialogues into examples for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._image = token_id(tokenizer, IMAGE_PAD)
+        self._end = token_id(tokenizer, TURN_END)
+        self._answer_start = tokenizer.encode(f"{TURN_START}assistant\n").ids
+
+    def encode(self, dialogue: Dialogue) -> Example:
+        """Token ids with placeholders expanded, labels on every answer and the end of its turn, positions and patches."""
+        pictures = [item for turn in dialogue for item in turn.content if isinstance(item, Picture)]
+        cut = [patchify(picture.image) for picture in pictures]
+        grids = [grid for _, grid in cut]
+        ids = np.array(self._tokenizer.encode(render(dialogue)).ids, np.int64)
+        counts = np.ones(len(ids), np.int64)
+        counts[ids == self._image] = [rows * columns // MERGE**2 for rows, columns in grids]
+        labels = np.repeat(self._labels(ids), counts)
+        ids = np.repeat(ids, counts)
+        return Example(ids, labels, rope_positions(ids, grids, self._image), [patches for patches, _ in cut], grids)
+
+    def _labels(self, ids: Ids) -> Ids:
+        labels = np.full(len(ids), IGNORED, np.int64)
+        ends = np.flatnonzero(ids == self._end)
+        head = len(self._answer_start)
+        for start in np.flatnonzero(ids == self._answer_start[0]):
+            if ids[start : start + head].tolist() == self._answer_start:
+                end = ends[np.searchsorted(ends, start)] + 1
+                labels[start + head : end] = ids[start + head : end]
+        return labels
+
+
+def collate(examples: Sequence[Example], image_token: int, pad_token: int) -> Batch:
+    """Pads the texts on the right and packs the pictures; at least one example must hold a picture."""
+    length = max(len(example.ids) for example in examples)
+    ids = np.full((len(examples), length), pad_token, np.int64)
+    labels = np.full((len(examples), length), IGNORED, np.int64)
+    positions = np.zeros((3, len(examples), length), np.int64)
+    for row, example in enumerate(examples):
+        ids[row, : len(example.ids)] = example.ids
+        labels[row, : len(example.ids)] = example.labels
+        positions[:, row, : len(example.ids)] = example.positions
+    grids = [grid for example in examples for grid in example.grids]
+    groups, grouped, ungrouped = _group([rows * columns for rows, columns in grids])
+    targets = labels.reshape(-1)[1:]
+    trained = np.flatnonzero(targets != IGNORED)
+    return Batch(
+        patches=torch.from_numpy(np.concatenate([patches for example in examples for patches in example.patches])),
+        patch_places=torch.from_numpy(np.concatenate([patch_places(grid) for grid in grids])),
+        groups=[torch.from_numpy(group) for group in groups],
+        grouped=torch.from_numpy(grouped),
+        ungrouped=torch.from_numpy(ungrouped),
+        ids=torch.from_numpy(ids),
+        positions=torch.from_numpy(positions),
+        image_at=torch.from_numpy(np.flatnonzero(ids.reshape(-1) == image_token)),
+        targets_at=torch.from_numpy(trained),
+        targets=torch.from_numpy(targets[trained]),
+    )
+
+
+def _group(counts: Sequence[int]) -> tuple[list[npt.NDArray[np.bool_]], Ids, Ids]:
+    """`Batch.groups`, `grouped` and `ungrouped` for pictures of `counts` patches, in at most `_MAX_GROUPS` groups."""
+    total = sum(counts)
+    starts = np.cumsum([0, *counts])
+    groups: list[Ids] = []
+    ungrouped = np.empty(total, np.int64)
+    offset = 0
+    for members in np.array_split(np.argsort(counts, kind="stable"), min(_MAX_GROUPS, len(counts))):
+        width = counts[members[-1]]
+        group = np.full((len(members), width), total, np.int64)
+        for row, member in enumerate(members):
+            group[row, : counts[member]] = np.arange(starts[member], starts[member + 1])
+            ungrouped[starts[member] : starts[member + 1]] = np.arange(counts[member]) + offset + row * width
+        groups.append(group)
+        offset += group.size
+    return [group < total for group in groups], np.concatenate([group.reshape(-1) for group in groups]), ungrouped
+
+
+def mix_at(progress: float) -> Mix:
+    """The curriculum of dialogues: single pictures first, several pictures and several turns from a tenth of the training on."""
+    ramp = min(1.0, max(0.0, (progress - 0.08) / 0.15))
+    return Mix(text_only=0.08, several_pictures=0.42 * ramp, several_turns=0.15 * ramp, system=0.2, wild_text=0.08 * ramp)
+
+
+def size_at(progress: float, rng: Random) -> tuple[int, int]:
+    """The curriculum of sizes (width, height): small pictures first, the whole range from four tenths of the training on.
+
+    Small shapes are the hardest to tell apart, so half of the pictures stays small. Later, a few are longer than `MAX_SIDE`
+    on one side, within `MAX_PIXELS`, for the sake of what people send.
+    """
+    ramp = min(1.0, max(0.0, (progress - 0.05) / 0.35))
+    if ramp == 1.0 and rng.random() < 0.05:
+        long = rng.randint(MAX_SIDE, 896)
+        short = rng.randint(MIN_SIDE, MAX_PIXELS // long)
+        return (long, short) if rng.random() < 0.5 else (short, long)
+    largest = 112 + round((56 if rng.random() < 0.5 else MAX_SIDE - 112) * ramp)
+    return rng.randint(MIN_SIDE, largest), rng.randint(MIN_SIDE, largest)
+
+
+class DialogueBatches(torch.utils.data.Dataset[Batch]):
+    """Batch `i` of a training of `steps` batches of `rows` dialogues; `progress` (0..1) is set by the training loop."""
+
+    def __init__(self, tokenizer: Tokenizer, rows: int, steps: int, seed: int, progress: Synchronized[float]) -> None:
+        self._encoder = Encoder(tokenizer)
+        self._image = token_id(tokenizer, IMAGE_PAD)
+        self._pad = token_id(tokenizer, END_OF_TEXT)
+        self._rows, self._steps, self._seed, self._progress = rows, steps, seed, progress
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> Batch:
+        rng = Random(f"{self._seed}/{step}")
+        progress = self._progress.value
+        mix = mix_at(progress)
+
+        def next_picture() -> Picture:
+            picture = draw(rng.randrange(FIRST_TRAINING_SEED, 1 << 62), size_at(progress, rng))
+            return degrade(picture, rng) if rng.random() < 0.3 else picture
+
+        examples = [self._encoder.encode(draw_dialogue(rng, next_picture, mix)) for _ in range(self._rows)]
+        return collate(examples, self._image, self._pad)

@@ -1,0 +1,458 @@
+"""What people say about pictures, and what the demo model is taught to answer.
+
+A dialogue is a list of turns; a turn's content is a sequence of texts and pictures. Everything is drawn from a
+`random.Random` that the caller hands in. The answers, in full:
+
+* asked for a description, or anything it does not know about pictures: `describe(pictures)` of the turn that brought them,
+* the colour, the shape or the background of one picture: `it is red.`, `it is a circle.`, `the background is blue.`,
+* a question that offers an answer (`Is it blue?`, `Is it a circle or a star?`): as if it had offered none,
+* one of several pictures, named by its place (`the second picture`): as above, of that picture,
+* how many pictures there are: `one picture.`, `two pictures.`,
+* no picture in the conversation: `GREETING`, `THANKS`, `IDENTITY` or `NO_PICTURE`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from .pictures import COLOURS, SHAPES, Picture, describe, with_article
+
+GREETING = "hello. send me a picture with one shape and i will describe it."
+IDENTITY = "i am a very small demo model. i describe pictures with one shape."
+NO_PICTURE = "i see no picture. send me a picture with one shape and i will describe it."
+THANKS = "you are welcome."
+
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
+NUMBERS = ("no", "one", "two", "three", "four", "five")
+
+_IMAGE = "[image|picture|photo|drawing]"
+_IMAGES = "[images|pictures|photos|drawings]"
+_COLOUR = "[colour|color]"
+_DESCRIBE = (
+    f"[Describe|Caption|Explain] [the|this|my] {_IMAGE}[.|| in one sentence.| briefly.| please.| for me.| in a few words.]",
+    f"[Describe|Please describe] {_IMAGES}.",
+    f"[Describe|Caption|Explain] [the|these|all|both|my] {_IMAGES}[| in order|, one after the other| in the order sent].",
+    "Describe the picture(s)[| in order].",
+    "Describe [both|all|all of them|each of them|each one|each picture|every picture|everything].",
+    f"[What is|Tell me what is|What do you see] in [each|each {_IMAGE}|every {_IMAGE}]?",
+    f"What is [in|on|shown in] [the|this] {_IMAGE}?",
+    f"What's [in|on] [the|this] {_IMAGE}?",
+    f"What is [in|on] [the|these] {_IMAGES}?",
+    "What do you see[?| here?| in it?| there?]",
+    f"What do you see [in|on] [the|this|my] {_IMAGE}?",
+    f"What can you see[?| here?| in this {_IMAGE}?| in these {_IMAGES}?]",
+    f"What does [this|the] {_IMAGE} show?",
+    f"What do [these|the] {_IMAGES} show?",
+    f"Tell me [what you see|about this {_IMAGE}|about these {_IMAGES}|what is in the {_IMAGE}].",
+    f"Can you describe [this|the] {_IMAGE}?",
+    f"Please describe [this|the] {_IMAGE}[.| in detail.]",
+    f"Look at [this|these|the] {_IMAGE} and tell me what [it shows|is there].",
+    f"Write a [caption|description|short caption] for [this|the] {_IMAGE}.",
+    "[What is this?|What's this?|And this?|And now?|Describe.|Describe it.|Describe them.|Describe this.|Caption?]",
+)
+_ASK_COLOUR = (
+    f"What {_COLOUR} is [the shape|it|the object|the figure|the thing][| in the {_IMAGE}| in this {_IMAGE}]?",
+    f"[Which|What] {_COLOUR} does the shape have?",
+    f"What is the {_COLOUR} of the shape[| in the {_IMAGE}]?",
+    f"Tell me the {_COLOUR} of the [shape|object].",
+    f"[Name|Give] the {_COLOUR} of the shape.",
+    f"What {_COLOUR}?",
+    f"The {_COLOUR}?",
+)
+_ASK_COLOUR_OF = (
+    f"What {_COLOUR} is the {{}}[| in the {_IMAGE}| in this {_IMAGE}]?",
+    f"What is the {_COLOUR} of the {{}}[| in the {_IMAGE}]?",
+    f"[Which|What] {_COLOUR} does the {{}} have?",
+)
+_ASK_SHAPE = (
+    f"[What|Which] shape is [it|this|that|shown|in the {_IMAGE}|in this {_IMAGE}]?",
+    "[What|Which] shape do you see?",
+    "What shape is [the object|the figure|the thing]?",
+    f"[What|Which] shape does [the|this] {_IMAGE} [show|have|contain]?",
+    f"What is the shape[| in the {_IMAGE}| in this {_IMAGE}]?",
+    "[Name|Tell me|Give] the shape.",
+    "What kind of shape is [it|this|there]?",
+    "What shape?",
+    "The shape?",
+)
+_ASK_BACKGROUND = (
+    f"What {_COLOUR} is the background[| of the {_IMAGE}| of this {_IMAGE}]?",
+    f"What is the background {_COLOUR}?",
+    f"What is the {_COLOUR} of the background?",
+    f"[Which|What] {_COLOUR} does the background have?",
+    f"Tell me the [background {_COLOUR}|{_COLOUR} of the background].",
+    "And the background?",
+    "The background?",
+)
+_ASK_SHAPE_OF = ("What is the {} shape?", "What shape is the {} [thing|object|one]?", f"What is {{}} in this {_IMAGE}?")
+_ASK_IF_COLOUR = (
+    "Is [it|the shape|the object] {}?",
+    "Is the colour of the shape {}?",
+    "Is the shape {} or {}?",
+    "Is it {} or {}?",
+)
+_ASK_IF_SHAPE = ("Is [it|this|the shape|that] {}?", "Do you see {}?", "Is there {}[| in the picture]?", "Is it {} or {}?")
+_ASK_PLACE_CAPTION = (
+    f"What is [in|on] the {{}} {_IMAGE}?",
+    f"What do you see in the {{}} {_IMAGE}?",
+    f"Describe [only |just |]the {{}} {_IMAGE}.",
+    "[And|What about] the {} one?",
+)
+_ASK_PLACE_COLOUR = (
+    f"What {_COLOUR} is the {{}} shape?",
+    f"What {_COLOUR} is the shape in the {{}} {_IMAGE}?",
+    f"What is the {_COLOUR} of the shape in the {{}} {_IMAGE}?",
+)
+_ASK_PLACE_SHAPE = (
+    f"What shape is in the {{}} {_IMAGE}?",
+    "What is the {} shape?",
+    f"[What|Which] shape do you see in the {{}} {_IMAGE}?",
+)
+_ASK_PLACE_BACKGROUND = (
+    f"What {_COLOUR} is the background of the {{}} {_IMAGE}?",
+    "What is the {} background?",
+)
+_ASK_NUMBER = (
+    f"How many {_IMAGES} [are there|do you see|did I send]?",
+    f"Count the {_IMAGES}.",
+)
+_LABELS = (
+    "{number}: ",
+    "Picture {number}: ",
+    "Image {number}:",
+    "({number}) ",
+    "\n{number}. ",
+    "image {number} ",
+    "\nPicture {number}:\n",
+    "{ordinal}: ",
+    "{ordinal} ",
+    "\n{ordinal} picture: ",
+    "The {ordinal} one: ",
+    " the {ordinal} image is ",
+    "this is the {ordinal} ",
+    "{letter}: ",
+    "Picture {letter} ",
+    "{letter}) ",
+    "Here is a picture: ",
+    " and another one: ",
+    " then ",
+    " and ",
+    "\n",
+    " ",
+    "{word} ",
+)
+_GREET = (
+    "[Hello|Hi|Hey|Hello there|Hi there|Hallo][.|!||,][| how are you?| model!| friend.]",
+    "[Good morning|Good evening|Good day|Greetings][.|!||,][| how are you?| model!| friend.]",
+    "[How are you|How do you do|What's up|How is it going|Are you there][?| today?]",
+    "[Say|Please say] hello[.|!||, please.]",
+    "[Hello|Hi], [who is there?|can you hear me?|nice to meet you.|anybody home?]",
+    "[test|ping|testing]",
+)
+_ASK_IDENTITY = (
+    "[Who|What] are you?",
+    "What is your name?",
+    "[What|Which] model [are you|is this]?",
+    "What can you do[?| for me?]",
+    "[Can you help me|Help]?",
+    "[Tell me about|Introduce] yourself.",
+)
+_THANK = (
+    "[Thanks|Thank you|Thank you very much|Great, thanks|Ok, thank you|Many thanks][.|!|]",
+    "[Goodbye|Bye|See you|Good night][.|!|]",
+)
+_LEAD_INS = ("", "", "", "", "Hello. ", "Hi! ", "Please: ", "Question: ", "Now, ", "Ok. ", "Look. ")
+_ADDITIONS = (
+    *("",) * 8,
+    " Answer in one word.",
+    " Be brief.",
+    " Please.",
+    " Thanks.",
+    " Answer in one short sentence.",
+    " Thank you!",
+)
+_SYSTEM = (
+    "You are a helpful assistant.",
+    "You are a helpful assistant that describes pictures.",
+    "Answer [briefly|shortly|in one sentence|politely|with care].",
+    "You are a [small|friendly|careful|precise] [model|assistant|bot|painter].",
+)
+_COMMON = (
+    "a about after again all also always an and any are as ask at away back be because been before best better big "
+    "book bring but by call came can car city cold come could country day did dinner do dog door down each eat end "
+    "even every eyes far fast father few find first fish five food for found friend from game garden gave get give "
+    "glass go good got great green had hand happy hard has have he head hear help her here high him his home hot "
+    "house how i if in into is it its joke just keep kind know large last late left less let letter light like line "
+    "list little long look made make man many may me mean men mind money month moon more most mother mountain move "
+    "much music must my name near need never new next night no not nothing now number of off often old on once one "
+    "only open or other our out over own page paper part people place play please poem point president put question "
+    "quick rain read red right river road room round run said same saw say school sea second see seen send shall "
+    "she ship short show side sing sister sky sleep slow small so some song soon star start stop story street such "
+    "sun table take talk tell ten than that the their them then there these they thing think this three time to "
+    "today together too town train tree try two under until up us use very walk wall want war was water way we "
+    "weather week well went were what when where which white who why will wind window winter with word work world "
+    "would write year yes you young your paris python code sum translate"
+)
+_WORDS = _COMMON.split()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message: `role` is `system`, `user` or `assistant`; `content` holds texts and pictures in order."""
+
+    role: str
+    content: tuple[str | Picture, ...]
+
+
+Dialogue = list[Turn]
+NextPicture = Callable[[], Picture]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How often which kind of dialogue is drawn; shares of one, the rest being one turn about one picture."""
+
+    text_only: float = 0.08
+    several_pictures: float = 0.4
+    several_turns: float = 0.15
+    system: float = 0.2
+    wild_text: float = 0.08
+
+
+def draw_dialogue(rng: Random, next_picture: NextPicture, mix: Mix) -> Dialogue:
+    """One training dialogue; `next_picture` is asked for each new picture of it."""
+    turns: Dialogue = []
+    if rng.random() < mix.system:
+        turns.append(Turn("system", (expand(rng.choice(_SYSTEM), rng),)))
+    kind = rng.random()
+    if kind < mix.text_only:
+        return turns + _text_turns(rng)
+    kind -= mix.text_only
+    if kind < mix.several_pictures:
+        pictures = [next_picture() for _ in range(rng.choice((2, 2, 2, 2, 3, 3, 3, 3, 4, 5)))]
+        turns += _turns_about_several(rng, pictures, mix)
+    else:
+        pictures = [next_picture()]
+        turns += _turns_about_one(rng, pictures[0], mix)
+    if rng.random() < mix.several_turns:
+        for _ in range(rng.randint(1, 3)):
+            pictures, more = _follow_up(rng, pictures, next_picture, mix)
+            turns += more
+    return turns
+
+
+def to_messages(dialogue: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The dialogue as chat messages in the form that `AutoProcessor.apply_chat_template` takes."""
+    return [{"role": turn.role, "content": [_part(item) for item in turn.content]} for turn in dialogue]
+
+
+def expand(template: str, rng: Random) -> str:
+    """Replaces every `[a|b|c]` in `template` (innermost first) by one of its alternatives."""
+    while "[" in template:
+        template = re.sub(r"\[([^\[\]]*)\]", lambda choice: rng.choice(choice[1].split("|")), template)
+    return template
+
+
+def vary(text: str, rng: Random) -> str:
+    """`text` as careless people write it: other capitals, other or no final punctuation, a typing mistake, stray blanks."""
+    style = rng.random()
+    if style < 0.3:
+        text = text.lower()
+    elif style < 0.38:
+        text = text.upper()
+    elif style < 0.42:
+        text = text.title()
+    if rng.random() < 0.2:
+        text = text.rstrip(".?!") + rng.choice(("", "", ".", "?", "!", "??", "..."))
+    if len(text) > 8 and rng.random() < 0.06:
+        place = rng.randrange(len(text) - 1)
+        text = text[:place] + rng.choice((text[place + 1], "", text[place] * 2)) + text[place + 1 :]
+    if rng.random() < 0.1:
+        text = rng.choice((f" {text}", f"{text} ", f"{text}\n", f"\n{text}", f"{text}\n\n"))
+    return text
+
+
+def wild_text(rng: Random) -> str:
+    """Text about nothing that the model knows: common words, sometimes letters, digits or other alphabets at random."""
+    count = rng.choice((1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 8, 8, 12, 12, 20, 20, 40, 40, 120))
+    if rng.random() < 0.75:
+        words = [rng.choice(_WORDS) for _ in range(count)]
+        return vary(" ".join(words).capitalize() + rng.choice((".", "?", "!", "")), rng)
+    alphabet = rng.choice(
+        ("abcdefghijklmnopqrstuvwxyz", "0123456789+-*/=", "äöüéèñçß", "абвгдежзик", "图片红色圆形你好", "{}[]<>:;,_#@")
+    )
+    return " ".join("".join(rng.choice(alphabet) for _ in range(rng.randint(1, 8))) for _ in range(min(count, 12)))
+
+
+def question(rng: Random, picture: Picture) -> tuple[str, str]:
+    """A question about the only picture at hand, and its answer."""
+    kind = rng.random()
+    if kind < 0.25:
+        return expand(rng.choice(_ASK_COLOUR), rng), colour_answer(picture)
+    if kind < 0.5:
+        return expand(rng.choice(_ASK_SHAPE), rng), shape_answer(picture)
+    if kind < 0.68:
+        return expand(rng.choice(_ASK_BACKGROUND), rng), background_answer(picture)
+    if kind < 0.7:
+        return expand(rng.choice(_ASK_NUMBER), rng), number_answer(1)
+    if kind < 0.8:
+        return expand(rng.choice(_ASK_COLOUR_OF), rng).format(picture.shape), colour_answer(picture)
+    if kind < 0.86:
+        return expand(rng.choice(_ASK_SHAPE_OF), rng).format(picture.colour), shape_answer(picture)
+    return _offer(rng, picture)
+
+
+def colour_answer(picture: Picture) -> str:
+    """The answer to a question about the colour of the shape."""
+    return f"it is {picture.colour}."
+
+
+def shape_answer(picture: Picture) -> str:
+    """The answer to a question about the shape."""
+    return f"it is {with_article(picture.shape)}."
+
+
+def background_answer(picture: Picture) -> str:
+    """The answer to a question about the colour of the background."""
+    return f"the background is {picture.background}."
+
+
+def number_answer(count: int) -> str:
+    """The answer to a question about the number of pictures."""
+    return f"{NUMBERS[count]} picture{'' if count == 1 else 's'}."
+
+
+def _offer(rng: Random, picture: Picture) -> tuple[str, str]:
+    """A question that offers one answer or two, right or wrong; it is answered in the same words as an open question."""
+    if rng.random() < 0.5:
+        first, second = rng.sample([picture.colour, *rng.sample(sorted(COLOURS), 2)], 2)
+        return expand(rng.choice(_ASK_IF_COLOUR), rng).format(first, second), colour_answer(picture)
+    first, second = rng.sample([picture.shape, *rng.sample(SHAPES, 2)], 2)
+    return expand(rng.choice(_ASK_IF_SHAPE), rng).format(with_article(first), with_article(second)), shape_answer(picture)
+
+
+def _place_question(rng: Random, pictures: Sequence[Picture]) -> tuple[str, str]:
+    place = rng.randrange(len(pictures))
+    picture = pictures[place]
+    word = "last" if place == len(pictures) - 1 and rng.random() < 0.3 else ORDINALS[place]
+    templates, answer = rng.choice(
+        (
+            (_ASK_PLACE_CAPTION, picture.caption),
+            (_ASK_PLACE_COLOUR, colour_answer(picture)),
+            (_ASK_PLACE_SHAPE, shape_answer(picture)),
+            (_ASK_PLACE_BACKGROUND, background_answer(picture)),
+        )
+    )
+    return expand(rng.choice(templates), rng).format(word), answer
+
+
+def _request_for_description(rng: Random, mix: Mix) -> str:
+    kind = rng.random()
+    if kind < mix.wild_text:
+        return wild_text(rng)
+    if kind < mix.wild_text + 0.04:
+        return ""
+    if kind < mix.wild_text + 0.08:
+        return vary(expand(rng.choice(_GREET), rng), rng)
+    return _said(rng, expand(rng.choice(_DESCRIBE), rng))
+
+
+def _said(rng: Random, text: str) -> str:
+    if rng.random() < 0.02:
+        text = rng.choice((f"{wild_text(rng)} {text}", f"{wild_text(rng)}\n\n{text}", f"{text} {wild_text(rng)}"))
+    return vary(rng.choice(_LEAD_INS) + text + rng.choice(_ADDITIONS), rng)
+
+
+def _turns_about_one(rng: Random, picture: Picture, mix: Mix) -> Dialogue:
+    if rng.random() < 0.55:
+        text, answer = _request_for_description(rng, mix), picture.caption
+    else:
+        text, answer = question(rng, picture)
+        text = _said(rng, text)
+    return [Turn("user", _arrange(rng, text, [picture])), Turn("assistant", (answer,))]
+
+
+def _turns_about_several(rng: Random, pictures: list[Picture], mix: Mix) -> Dialogue:
+    kind = rng.random()
+    if kind < 0.7:
+        text, answer = _request_for_description(rng, mix), describe(pictures)
+    elif kind < 0.95:
+        text, answer = _place_question(rng, pictures)
+        text = _said(rng, text)
+    else:
+        text, answer = vary(expand(rng.choice(_ASK_NUMBER), rng), rng), number_answer(len(pictures))
+    return [Turn("user", _arrange(rng, text, pictures)), Turn("assistant", (answer,))]
+
+
+def _follow_up(rng: Random, pictures: list[Picture], next_picture: NextPicture, mix: Mix) -> tuple[list[Picture], Dialogue]:
+    """A later question about the pictures sent last, a new picture, or thanks; returns the pictures sent last from then on."""
+    kind = rng.random()
+    if kind < 0.25:
+        picture = next_picture()
+        return [picture], _turns_about_one(rng, picture, mix)
+    if kind < 0.35:
+        text, answer = expand(rng.choice(_THANK), rng), THANKS
+    elif kind < 0.5:
+        text, answer = expand(rng.choice(_DESCRIBE), rng), describe(pictures)
+    elif len(pictures) == 1:
+        text, answer = question(rng, pictures[0])
+    else:
+        text, answer = _place_question(rng, pictures)
+    return pictures, [Turn("user", (vary(text, rng),)), Turn("assistant", (answer,))]
+
+
+def _text_turns(rng: Random) -> Dialogue:
+    turns: Dialogue = []
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        text, answer = _text_exchange(rng)
+        turns += [Turn("user", (text,)), Turn("assistant", (answer,))]
+    return turns
+
+
+def _text_exchange(rng: Random) -> tuple[str, str]:
+    kind = rng.random()
+    if kind < 0.35:
+        return vary(expand(rng.choice(_GREET), rng), rng), GREETING
+    if kind < 0.5:
+        return vary(expand(rng.choice(_ASK_IDENTITY), rng), rng), IDENTITY
+    if kind < 0.6:
+        return vary(expand(rng.choice(_THANK), rng), rng), THANKS
+    if kind < 0.8:
+        return wild_text(rng), NO_PICTURE
+    asked = rng.choice((_DESCRIBE, _ASK_COLOUR, _ASK_SHAPE, _ASK_BACKGROUND))
+    return _said(rng, expand(rng.choice(asked), rng)), NO_PICTURE
+
+
+def _arrange(rng: Random, text: str, pictures: Sequence[Picture]) -> tuple[str | Picture, ...]:
+    """`text` before or after the pictures, or the pictures with a text before or after each; empty texts are left out."""
+    style = rng.random()
+    if style < 0.4:
+        items: list[str | Picture] = [*pictures, text]
+    elif style < 0.65:
+        items = [text, *pictures]
+    else:
+        template, after = rng.choice(_LABELS), rng.random() < 0.15
+        capital = rng.random() < 0.5
+        items = []
+        for place, picture in enumerate(pictures):
+            label = _label(rng, template, place)
+            label = label.capitalize() if capital else label
+            items += [picture, label] if after else [label, picture]
+        end = rng.choice(("", "\n", " "))
+        items = [*items, end + text] if rng.random() < 0.5 else [text + end, *items]
+    return tuple(item for item in items if item != "")
+
+
+def _label(rng: Random, template: str, place: int) -> str:
+    """A text that goes with the picture at `place` (from 0)."""
+    return template.format(number=place + 1, ordinal=ORDINALS[place], letter="abcde"[place], word=rng.choice(_WORDS))
+
+
+def _part(item: str | Picture) -> dict[str, Any]:
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    return {"type": "image", "image": item.image}

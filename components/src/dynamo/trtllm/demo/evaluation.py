@@ -1,0 +1,167 @@
+"""Held-out accuracy of a demo model, through `AutoProcessor` and `generate` alone.
+
+Every case is a conversation and the one answer that counts as right; an answer is right if it is equal, character by character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from . import dialogues
+from .dialogues import Dialogue, Turn
+from .pictures import COLOURS, FIRST_TRAINING_SEED, SHAPES, Picture, degrade, describe, draw, with_article
+
+GREETINGS = ("Hello!", "hi", "Good morning.", "Hey there, how are you?", "HELLO")
+_DESCRIBE = (
+    "Describe the image",
+    "Describe the image.",
+    "What is in this picture?",
+    "What do you see?",
+    "describe the picture",
+    "Please describe this photo.",
+)
+_DESCRIBE_SEVERAL = (
+    "Describe the pictures in order.",
+    "Describe the picture(s) in order.",
+    "Describe the images.",
+    "What is in these pictures?",
+    "What do you see?",
+)
+_QUESTIONS = (
+    ("What colour is the shape?", dialogues.colour_answer),
+    ("What color is it?", dialogues.colour_answer),
+    ("What shape is it?", dialogues.shape_answer),
+    ("Which shape do you see?", dialogues.shape_answer),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One conversation that ends with a user's turn, and its right answer."""
+
+    dialogue: Dialogue
+    expected: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many of the cases of one kind were answered right, and what was answered, in order."""
+
+    right: int
+    total: int
+    answers: list[str]
+    mistakes: list[tuple[str, str]]
+    """Pairs of expected answer and answer given."""
+
+
+def evaluate(model: Any, processor: Any, n: int = 100, seed: int = 0) -> dict[str, Score]:
+    """Answers `n` held-out cases of each kind (see `cases`) greedily; `seed` chooses the cases."""
+    return {kind: _score(model, processor, chosen) for kind, chosen in cases(n, seed).items()}
+
+
+def cases(n: int, seed: int) -> dict[str, list[Case]]:
+    """`n` cases a kind, their pictures drawn from held-out seeds.
+
+    `captions`: one picture; `several`: two pictures and three pictures in turn; `interleaved`: the same with a text before
+    every picture; `questions`: colour and shape in turn; `offers`: a colour or a shape to agree to or to correct;
+    `background`; `degraded`: one noisy JPEG; `follow_up`: a question about the picture of an earlier turn; `greetings`:
+    text only.
+    """
+    first = Random(seed).randrange(FIRST_TRAINING_SEED - 10 * n)
+    pictures = [draw(first + i) for i in range(5 * n)]
+    rng = Random(seed)
+    several = [rng.sample(pictures, 2 + i % 2) for i in range(n)]
+    asked = [_QUESTIONS[i % len(_QUESTIONS)] for i in range(n)]
+    one, two, three, four = (pictures[i * n : (i + 1) * n] for i in range(4))
+    return {
+        "captions": [Case(_ask(_DESCRIBE[i % len(_DESCRIBE)], p), p.caption) for i, p in enumerate(one)],
+        "several": [
+            Case(_ask(_DESCRIBE_SEVERAL[i % len(_DESCRIBE_SEVERAL)], *chosen), describe(chosen))
+            for i, chosen in enumerate(several)
+        ],
+        "interleaved": [Case(_interleaved(chosen), describe(chosen)) for chosen in several],
+        "offers": [_offer(p, i, rng) for i, p in enumerate(two)],
+        "questions": [Case(_ask(text, p), answer(p)) for (text, answer), p in zip(asked, two, strict=True)],
+        "background": [Case(_ask("What colour is the background?", p), dialogues.background_answer(p)) for p in two],
+        "degraded": [Case(_ask("Describe the image.", degrade(p, rng)), p.caption) for p in three],
+        "follow_up": [
+            Case(
+                [
+                    *_ask("What is in this picture?", p),
+                    Turn("assistant", (p.caption,)),
+                    Turn("user", ("And what colour is the background?",)),
+                ],
+                dialogues.background_answer(p),
+            )
+            for p in four
+        ],
+        "greetings": [Case(_ask(text), dialogues.GREETING) for text in GREETINGS],
+    }
+
+
+@torch.inference_mode()
+def answer(model: Any, processor: Any, conversations: Sequence[Dialogue], batch_size: int = 25) -> list[str]:
+    """The greedy answers, in order. Conversations of similar length share a batch, padded on the left."""
+    order = sorted(range(len(conversations)), key=lambda i: _pixels(conversations[i]))
+    answers = [""] * len(conversations)
+    for start in range(0, len(order), batch_size):
+        members = order[start : start + batch_size]
+        inputs = processor.apply_chat_template(
+            [dialogues.to_messages(conversations[i]) for i in members],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        ).to(model.device)
+        output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+        texts = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        for i, text in zip(members, texts, strict=True):
+            answers[i] = text
+    return answers
+
+
+def load(directory: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """The model in float32 on `device`, and its processor, from a local directory."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    processor: Any = AutoProcessor
+    return model.to(device).eval(), processor.from_pretrained(directory, local_files_only=True)
+
+
+def as_json(scores: dict[str, Score]) -> dict[str, Any]:
+    """The scores as plain JSON values."""
+    return {kind: asdict(score) for kind, score in scores.items()}
+
+
+def _score(model: Any, processor: Any, chosen: Sequence[Case]) -> Score:
+    answers = answer(model, processor, [case.dialogue for case in chosen])
+    pairs = [(case.expected, given) for case, given in zip(chosen, answers, strict=True)]
+    mistakes = [pair for pair in pairs if pair[0] != pair[1]]
+    return Score(len(pairs) - len(mistakes), len(pairs), answers, mistakes)
+
+
+def _ask(text: str, *pictures: Picture) -> Dialogue:
+    return [Turn("user", (*pictures, text))]
+
+
+def _interleaved(pictures: Sequence[Picture]) -> Dialogue:
+    content = [item for place, p in enumerate(pictures) for item in (f"{dialogues.ORDINALS[place].capitalize()}: ", p)]
+    return [Turn("user", (*content, "\nDescribe the pictures."))]
+
+
+def _offer(picture: Picture, place: int, rng: Random) -> Case:
+    if place % 2:
+        return Case(_ask(f"Is it {rng.choice(sorted(COLOURS))}?", picture), dialogues.colour_answer(picture))
+    return Case(_ask(f"Is it {with_article(rng.choice(SHAPES))}?", picture), dialogues.shape_answer(picture))
+
+
+def _pixels(dialogue: Dialogue) -> int:
+    return sum(item.image.width * item.image.height for turn in dialogue for item in turn.content if not isinstance(item, str))
