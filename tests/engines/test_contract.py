@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 import pytest
 import pytest_asyncio
-from engines.contract import Subject, generate, place, request, split
 from PIL import Image
 
 from dynamo.trtllm.config import EngineConfig, EngineKind
@@ -16,6 +15,7 @@ from dynamo.trtllm.engines.factory import create_engine
 from dynamo.trtllm.engines.port import DecodedImage
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
+from engines.contract import Subject, generate, place, request, split
 
 TEXT_IDS = tuple(range(300, 312))
 
@@ -104,6 +104,16 @@ async def test_end_of_sequence_waits_for_min_tokens(subject: Subject) -> None:
     later = await generate(subject.engine, request(subject.text_ids, max_tokens=12, min_tokens=4, stop_token_ids=eos))
     assert at_once.token_ids == []
     assert len(later.token_ids) >= 4
+
+
+@pytest.mark.asyncio
+async def test_tokens_that_would_end_the_request_are_not_chosen_before_min_tokens(subject: Subject) -> None:
+    free = await generate(subject.engine, request(subject.text_ids, max_tokens=4, ignore_eos=True))
+    asked = request(subject.text_ids, max_tokens=12, min_tokens=6, stop_token_ids=frozenset(free.token_ids))
+    whole, halves = await generate(subject.engine, asked), await split(subject.engine, asked)
+    assert len(whole.token_ids) >= 6
+    assert not set(whole.token_ids[:6]) & set(free.token_ids)
+    assert halves.token_ids == whole.token_ids
 
 
 @pytest.mark.asyncio

@@ -199,6 +199,8 @@ class DoubleEngine(Engine):
         if index == script.fail_at_token:
             raise EngineFault("the engine failed this request")
         token = script.first_token_id + (key + index * 7) % script.token_span
+        while index < sampling.min_tokens and token in sampling.stop_token_ids:
+            token = script.first_token_id + (token - script.first_token_id + 1) % script.token_span
         reason = self._end_without_token(sampling, key, index, token)
         if reason is not None:
             return Step((), None, reason, token if reason == "stop" else None, Usage(prompt_tokens, index))

@@ -46,7 +46,7 @@ class Choice:
     @property
     def is_plain(self) -> bool:
         """The most likely token and nothing else."""
-        return self.temperature == 0.0 and self.logprobs is None and not self.has_penalties
+        return self.temperature == 0.0 and self.logprobs is None and not self.has_penalties and not self.banned
 
     def begin(self, token_ids: Sequence[int], vocabulary: int, device: torch.device) -> None:
         """Count the tokens that the penalties have to know; image tokens may lie beyond the `vocabulary`."""
