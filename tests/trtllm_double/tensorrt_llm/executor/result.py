@@ -12,6 +12,10 @@ class Logprob(NamedTuple):
     rank: int | None
 
 
+pending: list[asyncio.Future[None]] = []
+"""Steps that the engine has not made yet; shutting down ends them."""
+
+
 class CompletionOutput:
     def __init__(self) -> None:
         self.index = 0
@@ -37,6 +41,7 @@ class RequestOutput:
         self.cached_tokens = 0
         self.disaggregated_params: Any = None
         self._steps = steps
+        self._pending: asyncio.Future[None] | None = None
         self._on_abort = on_abort
         self._aborted = False
 
@@ -55,13 +60,25 @@ class RequestOutput:
     async def __anext__(self) -> RequestOutput:
         if self.finished:
             raise StopAsyncIteration
-        await self._steps.__anext__()
+        await self._next()
         return self
 
     async def aresult(self) -> RequestOutput:
         while not self.finished:
-            await self._steps.__anext__()
+            await self._next()
         return self
+
+    async def _next(self) -> None:
+        """A reader that is cancelled stops waiting; the engine goes on."""
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._steps.__anext__())  # type: ignore[arg-type]
+            pending.append(self._pending)
+        try:
+            await asyncio.shield(self._pending)
+        finally:
+            if self._pending.done():
+                pending.remove(self._pending)
+                self._pending = None
 
     def __await__(self) -> Any:
         return self.aresult().__await__()

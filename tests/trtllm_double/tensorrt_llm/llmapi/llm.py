@@ -16,7 +16,7 @@ from tensorrt_llm._double.script import release, script
 from tensorrt_llm._double.signatures import signature
 from tensorrt_llm._torch.shared_tensor import SharedTensorContainer
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
-from tensorrt_llm.executor.result import IterationResult, Logprob, RequestOutput
+from tensorrt_llm.executor.result import IterationResult, Logprob, RequestOutput, pending
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.sampling_params import SamplingParams
@@ -51,7 +51,10 @@ class BaseLLM:
         instances.append(self)
 
     def shutdown(self) -> None:
+        """May be called from any thread, and more than once."""
         self.is_shutdown = True
+        for step in list(pending):
+            step.get_loop().call_soon_threadsafe(step.cancel)
 
 
 class LLM(BaseLLM):
@@ -289,6 +292,7 @@ class _Run:
         try:
             self._refuse()
             if self.kind == "generation_only":
+                await asyncio.sleep(script.step_delay_s)
                 self._import_state()
                 self._append(self.disagg.first_gen_tokens[0], with_logprobs=bool(self._first_logprobs()))
                 yield
@@ -324,8 +328,7 @@ class _Run:
         if self.made == script.fail_at_token:
             raise RequestError("the engine failed at /some/server/path")
         if self.made == script.fatal_at_token:
-            self.llm._fatal = True
-            self.llm.shutdown()
+            self.llm._fatal = self.llm.is_shutdown = True
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def _step(self) -> None:
