@@ -245,6 +245,8 @@ async def test_min_tokens_and_stop_tokens_count_the_first_token_of_a_hand_over(s
         whole, halves = await generate(engine, asked), await split(engine, asked)
         assert halves.token_ids == whole.token_ids
         assert (halves.finish, halves.stop_reason, halves.usage) == (whole.finish, whole.stop_reason, whole.usage)
+        assert not set(whole.token_ids[:minimum]) & set(free.token_ids[1:3])
+        assert len(whole.token_ids) >= minimum
 
 
 @pytest.mark.asyncio
