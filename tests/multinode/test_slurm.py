@@ -98,6 +98,12 @@ class Launcher:
         self._processes.append(process)
         return Run(process, log, client)
 
+    def start_step(self, job: str, name: str, *command: str) -> subprocess.Popen[bytes]:
+        """Starts a step that no script knows of."""
+        options = [f"--jobid={job}", f"--job-name={name}", "--overlap", "--nodes=1", "--ntasks=1"]
+        self._processes.append(subprocess.Popen(["srun", *options, *command], env=self.slurm.environment, start_new_session=True))
+        return self._processes[-1]
+
     def finish(self) -> None:
         for process in self._processes:
             process.kill()
@@ -137,11 +143,8 @@ def test_disaggregated_serving_over_three_nodes_answers_about_a_picture_and_leav
     slurm: SlurmCluster, launcher: Launcher
 ) -> None:
     job = slurm.allocate(3)
-    other = subprocess.Popen(
-        ["srun", f"--jobid={job}", "--job-name=other", "--overlap", "--nodes=1", "--ntasks=1", "sleep", "infinity"],
-        env=slurm.environment,
-    )
-    wait_until(lambda: "other" in slurm.steps(job), "the start of another step")
+    other = launcher.start_step(job, "other", "sleep", "infinity")
+    wait_until(lambda: "sleep" in [line.split()[0].rpartition("/")[2] for line in slurm.processes().values()], "another step")
     before = slurm.processes()
 
     run = launcher.start("srun_disaggregated.sh", SLURM_JOB_ID=job, ENGINE="transformers")
