@@ -271,7 +271,7 @@ async def test_a_model_without_an_encoder_of_its_own_is_refused_in_the_encode_ro
 @pytest.mark.asyncio
 async def test_llama4_has_an_encode_role_for_embedding_files_only(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAMA4, Role.ENCODE)) as (engine, info):
-        assert not info.encodes_apart
+        assert info.extras["images_encoded_apart"] is False
         adopted = engine.adopt_embeddings("file", {"features": torch.ones(1, 3, 8)}, {})
         assert adopted.token_ids == (IMAGE_ID,) * 3
         with pytest.raises(ClientFault, match="takes embedding files only"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from dynamo.trtllm import peers
@@ -17,6 +18,8 @@ from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
 from dynamo.trtllm.transfer.port import Transfer
+
+logger = logging.getLogger(__name__)
 
 
 async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any) -> HandlerBase:
@@ -44,6 +47,9 @@ async def _processor(
     config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any, transfer: Transfer | None
 ) -> MultimodalProcessor:
     if config.peers.encode_endpoint is None or transfer is None:
+        return MultimodalProcessor(info, _loader(config, engine, info))
+    if not info.extras.get("images_encoded_apart", True):
+        logger.warning("This model has no encoder of its own: its media is loaded here, and --encode-endpoint is not used")
         return MultimodalProcessor(info, _loader(config, engine, info))
     fallback = _loader(config, engine, info) if config.peers.encode_fallback else None
     client = await peers.connect(runtime, config.peers.encode_endpoint, "encode")

@@ -243,9 +243,9 @@ class TensorRTLLMEngine(Engine):
             max_num_seqs=int(self._config.args.get("max_batch_size") or 1),
             max_num_batched_tokens=int(self._config.args.get("max_num_tokens") or DEFAULT_CONTEXT_LENGTH),
             image_placeholder_id=placeholder,
-            encodes_apart=facts.encodes_apart,
+            encodes_apart=True,
             hidden_size=self._model.hidden_size,
-            extras={"tensorrt_llm": self._library.version},
+            extras={"tensorrt_llm": self._library.version, "images_encoded_apart": facts.encodes_apart},
         )
         if facts.encodes_apart and placeholder is not None:
             args = arguments.encoder_arguments(self._config, self._library)

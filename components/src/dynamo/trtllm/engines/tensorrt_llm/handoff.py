@@ -56,7 +56,7 @@ def unpack_state(library: Library, state: EngineState) -> tuple[Any, tuple[torch
     keep: list[torch.Tensor] = []
     if all(name in state.tensors for name in _MROPE):
         for name, handle_field in _MROPE.items():
-            tensor = state.tensors[name].contiguous()
+            tensor = state.tensors[name].clone()
             keep.append(tensor)
             fields[handle_field] = private.make_handle(tensor)
     fields = {name: value for name, value in fields.items() if value is not None}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class EngineInputs:
     """What `generate_async` gets, and fields for the `DisaggregatedParams` beside it.
 
-    `keep` holds tensors that handles point to: they live as long as the request.
+    `keep` holds tensors that handles point to: copies, since a handle shares memory, that live as long as the request.
     """
 
     inputs: dict[str, Any]
@@ -77,7 +77,7 @@ class ModelInputs:
 
     def _by_handles(self, prompt: Prompt, encoded: list[EncodedImage]) -> EngineInputs:
         by_ids = self.library.takes_ids_beside_images or prompt.text is None
-        keep = [_features(item).contiguous() for item in encoded]
+        keep = [_features(item).clone() for item in encoded]
         fields: dict[str, Any] = {
             "multimodal_embedding_handles": [private.make_handle(tensor) for tensor in keep],
             "multimodal_hashes": [_hash_words(item.digest) for item in encoded],

@@ -1,0 +1,114 @@
+"""`--engine tensorrt_llm` over the double, with the real frontend and real NIXL, in every topology."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.demo.pictures import draw
+from dynamo.trtllm.model_files import DEMO_DIRECTORY
+from processes.cluster import Answer, Cluster
+from processes.media import png
+from processes.topologies import deploy
+
+TESTS = Path(__file__).parents[1]
+ENGINE_ARGS = {
+    "cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": 60000},
+    "kv_cache_config": {"enable_block_reuse": False},
+    "max_seq_len": 1024,
+    "max_batch_size": 8,
+    "max_num_tokens": 4096,
+}
+RELEASES_AND_TOPOLOGIES = [
+    ("1.3.0rc29", "agg"),
+    ("1.3.0rc29", "disagg"),
+    ("1.3.0rc29", "disagg_e_pd"),
+    ("1.3.0rc29", "epd_disagg"),
+    ("1.2.1", "agg"),
+    ("1.2.1", "epd_disagg"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's tokenizer and template under an architecture that TensorRT-LLM encodes apart; the double reads no weights."""
+    path = tmp_path_factory.mktemp("qwen2.5-vl")
+    for file in DEMO_DIRECTORY.iterdir():
+        if file.is_file():
+            shutil.copy(file, path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def environment(release: str) -> dict[str, str]:
+    folders = [str(TESTS / "trtllm_double"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    source = str(TESTS.parent / "components" / "src")
+    return {"TRTLLM_DOUBLE_RELEASE": release, "PYTHONPATH": os.pathsep.join([folders[0], source, *folders[1:]])}
+
+
+def image(seed: int) -> dict[str, Any]:
+    data = base64.b64encode(png(draw(seed))).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def told(answer: Answer) -> tuple[str, str | None, int, int]:
+    assert answer.status == 200, answer.body
+    return answer.text, answer.finish_reason, answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
+
+
+def ask_all(cluster: Cluster) -> list[tuple[str, str | None, int, int]]:
+    question = {"type": "text", "text": "what is in the picture?"}
+    return [
+        told(cluster.chat("hello", max_tokens=12)),
+        told(cluster.chat("hello", max_tokens=12, ignore_eos=True)),
+        told(cluster.chat([question, image(1)], max_tokens=16)),
+        told(cluster.chat([image(2), question, image(3)], max_tokens=16, ignore_eos=True)),
+        told(cluster.chat([image(2), question, image(3)], max_tokens=16, stream=True, stream_options={"include_usage": True})),
+        told(cluster.chat([question, image(1)], max_tokens=1)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[tuple[str, str | None, int, int]]]:
+    return {}
+
+
+@pytest.mark.parametrize(("release", "topology"), RELEASES_AND_TOPOLOGIES)
+def test_every_topology_of_both_releases_gives_the_same_answers(
+    model: Path, answers: dict[str, Any], release: str, topology: str
+) -> None:
+    options = ("--engine", "tensorrt_llm", "--modality", "multimodal", "--model-path", str(model))
+    options += ("--override-engine-args", json.dumps(ENGINE_ARGS))
+    with Cluster(env=environment(release)) as cluster:
+        deploy(topology, cluster, options=options)
+        here = ask_all(cluster)
+        refused = cluster.chat("hello", max_tokens=4, response_format={"type": "json_object"})
+    assert here == answers.setdefault("all", here)
+    assert all(text for text, *_ in here)
+    assert here[2][2] > here[0][2]
+    assert (refused.status, "guided decoding" in refused.message) == (400, True)
+
+
+def test_an_engine_that_dies_ends_the_worker_and_its_requests(model: Path) -> None:
+    script = json.dumps({"fatal_at_token": 3})
+    with Cluster(env={**environment("1.3.0rc29"), "TRTLLM_DOUBLE_SCRIPT": script}) as cluster:
+        deployment = deploy("agg", cluster, options=("--engine", "tensorrt_llm", "--model-path", str(model)))
+        assert cluster.chat("hello", max_tokens=12, ignore_eos=True).status == 503
+        assert deployment.all()[0].wait() != 0
+
+
+def test_an_argument_that_the_release_does_not_know_ends_the_worker_at_once(model: Path) -> None:
+    with Cluster(env=environment("1.2.1")) as cluster:
+        options = ("--engine", "tensorrt_llm", "--model-path", str(model))
+        worker = cluster.worker(*options, "--override-engine-args", '{"multimodal_config": {}}', wait=False)
+        assert worker.wait() == 2
+        assert "multimodal_config" in worker.text()
+        assert "Traceback" not in worker.text()
