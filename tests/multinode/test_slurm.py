@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slurm
 SCRIPTS = ROOT / "launch" / "multinode"
 STAND_IN = Path(__file__).parent / "bin"
 DOUBLE = ROOT / "tests" / "trtllm_double"
-READY_S = 150.0
+READY_S = 240.0
 
 
 def settings(port: int) -> dict[str, str]:
