@@ -14,6 +14,7 @@ from dynamo.trtllm.engines.port import FinishReason, GuidedDecoding, Sampling, S
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.errors import ClientFault, EngineFault
 
+_SAME_NAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_END_ID = -1
 """No token ends the answer. An explicit id is needed: the library without a tokenizer refuses None."""
 
@@ -58,7 +59,7 @@ def _values(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
         values["seed"] = sampling.seed % (1 << 64)
     if sampling.logprobs is not None:
         values["logprobs"] = max(1, sampling.logprobs)
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in _SAME_NAME:
         value = getattr(sampling, name)
         if value is not None:
             values[name] = value
@@ -67,11 +68,11 @@ def _values(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
 
 def end_ids(sampling: Sampling) -> tuple[int, list[int]]:
     """The one end-of-sequence id that the library takes, and all other ids that end the answer, sorted."""
-    ends = sorted(sampling.eos_token_ids)
-    stops = set(sampling.stop_token_ids)
-    if sampling.ignore_eos or not ends:
-        return (ends[0] if ends else NO_END_ID), sorted(stops)
-    return ends[0], sorted(stops.union(ends[1:]))
+    ends, stops = sampling.eos_token_ids, sampling.stop_token_ids
+    end_id = min(ends, default=NO_END_ID)
+    if not sampling.ignore_eos and len(ends) > 1:
+        stops = (stops | ends) - ({end_id} - stops)
+    return end_id, sorted(stops)
 
 
 def late_stop_ids(sampling: Sampling) -> frozenset[int]:

@@ -9,25 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from dynamo.trtllm.errors import EngineDead, WorkerError
 
 
 class Flight:
-    """One request that the engine works on, for the task that began to read it.
+    """One request that the engine works on, for the task that began to read it; a context manager.
 
     `waiting` says that the request waits for the engine. Looking up the task of each step would cost more than the step itself,
     so a stream that changes tasks (pull) is ended by the process's exit instead.
     """
 
-    __slots__ = ("ended_by", "task", "waiting")
+    __slots__ = ("_flights", "ended_by", "task", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, flights: set[Flight]) -> None:
+        self._flights = flights
         self.task = asyncio.current_task()
         self.waiting = True
         self.ended_by: WorkerError | None = None
+
+    def __enter__(self) -> Flight:
+        self._flights.add(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """A wait that the watch ended turns into the reason, as if the engine had raised it."""
+        self._flights.discard(self)
+        if self.ended_by is not None and isinstance(error, asyncio.CancelledError):
+            _uncancel(self.task)
+            raise type(self.ended_by)(self.ended_by.message) from self.ended_by
 
 
 class Watch:
@@ -49,22 +60,11 @@ class Watch:
         if self._over is not None:
             raise type(self._over)(self._over.message) from self._over
 
-    @contextmanager
-    def flight(self) -> Iterator[Flight]:
-        """Registers a request. A wait that the watch ended turns into the reason, as if the engine had raised it."""
+    def flight(self) -> Flight:
+        """Registers a request while the returned context is open. Raises what ended the engine, if anything has."""
         self.require_alive()
-        flight = Flight()
-        self._flights.add(flight)
         self.steps += 1
-        try:
-            yield flight
-        except asyncio.CancelledError:
-            if flight.ended_by is None:
-                raise
-            _uncancel(flight.task)
-            raise type(flight.ended_by)(flight.ended_by.message) from flight.ended_by
-        finally:
-            self._flights.discard(flight)
+        return Flight(self._flights)
 
     def end(self, reason: WorkerError) -> None:
         """No request will be served any more; those that wait end with `reason`. The first reason counts."""
