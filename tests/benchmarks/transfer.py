@@ -263,7 +263,7 @@ def _run_pair(method: str, rows: Sequence[int], count: int, device: str, times: 
 
 
 def show(console: Console, methods: Sequence[str], rows: Sequence[int], times: Times) -> None:
-    table = Table(title="hand-over between two processes: median (90th percentile), ms")
+    table = Table(title="hand-over between two processes: median (best), ms")
     table.add_column("MB", justify="right")
     for method in methods:
         table.add_column(METHODS[method], justify="right")

@@ -606,6 +606,18 @@ async def test_closing_twice_and_with_open_offers_is_fine(kind: type[PooledTrans
 
 
 @pytest.mark.asyncio
+async def test_closing_in_the_moment_of_a_change_ends(kind: type[PooledTransfer]) -> None:
+    transfer = kind(pool_bytes=POOL_BYTES)
+    await transfer.start()
+    offer = await transfer.offer(sample(), DEADLINE_S)
+    await asyncio.sleep(0)
+    offer.release()
+    await asyncio.sleep(0)
+    await asyncio.wait_for(transfer.close(), DEADLINE_S)
+    assert transfer.stats().open_offers == 0
+
+
+@pytest.mark.asyncio
 async def test_closing_before_starting_is_fine(kind: type[PooledTransfer]) -> None:
     await kind(pool_bytes=POOL_BYTES).close()
 

@@ -1,10 +1,10 @@
-"""One NIXL agent and the thread that owns it. All calls into NIXL are made on that thread, which also finds
-completions.
+"""One NIXL agent, and the thread that makes the calls which take long and finds completions.
 
-A thread because posting a READ may copy the whole payload before it returns (UCX over shared memory does), which must not
-hold up the event loop. The thread sleeps while nothing is outstanding; otherwise it looks again after a pause that grows
-with the time it has waited, so that a completion is seen within a few percent of the time that it took. Knows addresses
-and peers, not tensors or offers.
+A thread because connecting takes milliseconds, and because posting a READ may copy the whole payload before it returns (UCX
+within a machine does), which must not hold up the event loop. Short calls to a known peer are made on the event loop itself,
+where they save two changes of thread. One lock guards the agent; the event loop never waits for it. The thread sleeps while
+nothing is outstanding; otherwise it looks again after a pause that grows with the time it has waited. Knows addresses and peers,
+not tensors or offers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 from dynamo.trtllm.errors import PeerFault, StartupError
 from dynamo.trtllm.transfer.descriptor import PeerIdentity
-from dynamo.trtllm.transfer.pooled import ConnectionLost
+from dynamo.trtllm.transfer.pooled import INLINE_COPY_BYTES, ConnectionLost
 
 logger = logging.getLogger(__name__)
 
 READ_PAUSE_S = 0.001
 """Longest pause between two looks at reads in flight."""
-OFFER_PAUSE_S = 0.005
-"""Longest pause between two looks for acknowledgements."""
+OFFER_PAUSES_S = (200e-6, 0.005)
+"""Shortest and longest pause between two looks for acknowledgements: they free memory, nobody waits for them."""
 SPIN_S = 50e-6
 """Shorter pauses only yield: the kernel's timers are no finer."""
 MAX_PEERS = 1024
@@ -62,7 +62,7 @@ class _Read:
 
 
 class AgentThread:
-    """Owner of a NIXL agent. Public methods are called on the event loop, those with an underscore run on the thread.
+    """Owner of a NIXL agent. Public methods are called on the event loop; those with an underscore hold the lock.
 
     `on_acknowledged` is called on the event loop with the generations that readers acknowledged. `expects_acknowledgements` is
     asked on the thread. A read that has not ended after `abandon_after_s` is given up together with the connection to its peer.
@@ -85,7 +85,9 @@ class AgentThread:
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nixl-transfer", daemon=True)
+        self._lock = threading.Lock()
         self._stopping = False
+        self._asleep = False
         self._agent: Any = None
         self._registrations: dict[int, Any] = {}
         self._peers: dict[str, PeerIdentity] = {}
@@ -122,17 +124,47 @@ class AgentThread:
     def read(self, sender: PeerIdentity, source: Place, target: Place) -> asyncio.Future[None]:
         """Start a READ. The future completes when the transport will not touch `target` any more."""
         finished: asyncio.Future[None] = self._loop.create_future()
-        self._jobs.put(lambda: self._post_read(sender, source, target, finished))
+
+        def post() -> None:
+            self._post_read(sender, source, target, finished)
+
+        if target.nbytes > INLINE_COPY_BYTES or not self._at_once(sender, post):
+            self._jobs.put(post)
+        elif not finished.done():
+            self._rouse()
         return finished
 
     def acknowledge(self, sender: PeerIdentity, generation: int) -> None:
         """Send an acknowledgement, without waiting; failures are logged only."""
-        self._jobs.put(lambda: self._send_acknowledgement(sender, generation))
+
+        def send() -> None:
+            self._send_acknowledgement(sender, generation)
+
+        if not self._at_once(sender, send):
+            self._jobs.put(send)
 
     def expect_acknowledgement(self) -> None:
         """An offer was made: look for its acknowledgement from now on."""
         self._last_offer = time.perf_counter()
-        self._jobs.put(lambda: None)
+        self._rouse()
+
+    def _at_once(self, peer: PeerIdentity, work: Callable[[], None]) -> bool:
+        """Do `work` here if `peer` is connected and the agent is free; true when it was done."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            known = self._peers.get(peer.agent)
+            if known is None or known.metadata != peer.metadata:
+                return False
+            work()
+            return True
+        finally:
+            self._lock.release()
+
+    def _rouse(self) -> None:
+        """Let the thread look, if it sleeps."""
+        if self._asleep:
+            self._jobs.put(lambda: None)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
         finished: asyncio.Future[Any] = self._loop.create_future()
@@ -150,29 +182,38 @@ class AgentThread:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take_jobs()
-            if self._reads:
-                self._look_at_reads()
-            if self._agent is not None:
-                self._look_at_notifications()
+            job = self._next_job()
+            with self._lock:
+                if job is not None:
+                    job()
+                if self._reads:
+                    self._look_at_reads()
+                if self._agent is not None:
+                    self._look_at_notifications()
 
-    def _take_jobs(self) -> None:
-        """Do what is queued; if nothing is, wait for it as long as the outstanding transfers allow."""
+    def _next_job(self) -> Callable[[], None] | None:
+        """What is queued; if nothing is, wait for it as long as the outstanding transfers allow."""
+        # Set before the look at what is outstanding, so that whoever adds to it afterwards sees it.
+        self._asleep = True
         pause_s = self._pause_s()
-        if pause_s is not None and pause_s < SPIN_S:
-            time.sleep(0)
-            pause_s = 0.0
-        with suppress(queue.Empty):
-            self._jobs.get(pause_s != 0.0, pause_s)()
-            while True:
-                self._jobs.get_nowait()()
+        self._asleep = pause_s is None
+        try:
+            if pause_s is not None and pause_s < SPIN_S:
+                time.sleep(0)
+                return self._jobs.get_nowait()
+            return self._jobs.get(timeout=pause_s)
+        except queue.Empty:
+            return None
+        finally:
+            self._asleep = False
 
     def _pause_s(self) -> float | None:
         now = time.perf_counter()
         if self._reads:
             return min((now - self._reads[-1].posted) / 16, READ_PAUSE_S)
         if self._expects_acknowledgements():
-            return min(SPIN_S + (now - self._last_offer) / 16, OFFER_PAUSE_S)
+            shortest, longest = OFFER_PAUSES_S
+            return min(max((now - self._last_offer) / 8, shortest), longest)
         return None
 
     def _make_agent(self) -> None:
@@ -335,6 +376,9 @@ class AgentThread:
         self._tell_loop(lambda: None if future.done() else future.set_exception(error))
 
     def _tell_loop(self, call: Callable[..., object], *args: Any) -> None:
+        if threading.current_thread() is not self._thread:
+            call(*args)
+            return
         # The loop may be closed while the thread ends; nobody waits for the answer then.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *args)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 INLINE_COPY_BYTES = 8 << 20
-"""Larger copies leave the event loop; at memory speed this many bytes take about two milliseconds."""
+"""Larger copies leave the event loop; at memory speed this many bytes take one or two milliseconds."""
 MAX_OWN_REGISTRATIONS = 4
 """Objects larger than the pool that may exist at once; more wait."""
 RETRIES = 1
@@ -421,7 +421,8 @@ class PooledTransfer(Transfer):
             self._reads.add(read)
             read.add_done_callback(self._reads.discard)
             try:
-                await asyncio.wait({read}, timeout=max(end - loop.time(), 0.0))
+                if not read.done():
+                    await asyncio.wait({read}, timeout=max(end - loop.time(), 0.0))
             except asyncio.CancelledError:
                 read.add_done_callback(lambda read: self._free_after(read, target))
                 raise
