@@ -60,7 +60,7 @@ class BaseLLM:
 class LLM(BaseLLM):
     def __init__(self, model: str, tokenizer: Any = None, **kwargs: Any) -> None:
         super().__init__(model, tokenizer, **kwargs)
-        self.tokenizer = None if self.args.skip_tokenizer_init else SimpleNamespace(eos_token_id=EOS)
+        self.tokenizer = None if self.args.skip_tokenizer_init else SimpleNamespace(eos_token_id=EOS, encode=self.model.tokenize)
         self.args.max_seq_len = self.args.max_seq_len or self.model.max_positions
         self.args.max_num_tokens = self.args.max_num_tokens or 8192
         self.aborted: list[tuple[int, int]] = []
