@@ -1,10 +1,10 @@
 """One NIXL agent, and the thread that makes the calls which take long and finds completions.
 
-A thread because connecting takes milliseconds, and because posting a READ may copy the whole payload before it returns (UCX
-within a machine does), which must not hold up the event loop. Short calls to a known peer are made on the event loop itself,
-where they save two changes of thread. One lock guards the agent; the event loop never waits for it. The thread sleeps while
-nothing is outstanding; otherwise it looks again after a pause that grows with the time it has waited. Knows addresses and peers,
-not tensors or offers.
+A thread because connecting takes milliseconds, and because posting a READ may copy the whole payload before it returns
+(UCX within a machine does), which must not hold up the event loop. Short calls to a known peer are made on the event loop
+itself, where they save two changes of thread. One lock guards the agent; the event loop never waits for it. NIXL's own
+progress thread is left out: it keeps one core busy for as long as the process lives. In its place the thread looks again
+after a pause that grows with the time it has waited. Knows addresses and peers, not tensors or offers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 READ_PAUSE_S = 0.001
 """Longest pause between two looks at reads in flight."""
-OFFER_PAUSES_S = (200e-6, 0.005)
+OFFER_PAUSES_S = (100e-6, 0.002)
 """Shortest and longest pause between two looks for acknowledgements: they free memory, nobody waits for them."""
+IDLE_PAUSE_S = 0.02
+"""Pause while nothing is outstanding. A peer that connects needs a few looks of this side before its first read can end."""
 SPIN_S = 50e-6
 """Shorter pauses only yield: the kernel's timers are no finer."""
 MAX_PEERS = 1024
@@ -193,12 +195,10 @@ class AgentThread:
 
     def _next_job(self) -> Callable[[], None] | None:
         """What is queued; if nothing is, wait for it as long as the outstanding transfers allow."""
-        # Set before the look at what is outstanding, so that whoever adds to it afterwards sees it.
-        self._asleep = True
         pause_s = self._pause_s()
-        self._asleep = pause_s is None
+        self._asleep = pause_s >= IDLE_PAUSE_S
         try:
-            if pause_s is not None and pause_s < SPIN_S:
+            if pause_s < SPIN_S:
                 time.sleep(0)
                 return self._jobs.get_nowait()
             return self._jobs.get(timeout=pause_s)
@@ -207,14 +207,14 @@ class AgentThread:
         finally:
             self._asleep = False
 
-    def _pause_s(self) -> float | None:
+    def _pause_s(self) -> float:
         now = time.perf_counter()
         if self._reads:
             return min((now - self._reads[-1].posted) / 16, READ_PAUSE_S)
         if self._expects_acknowledgements():
             shortest, longest = OFFER_PAUSES_S
             return min(max((now - self._last_offer) / 8, shortest), longest)
-        return None
+        return IDLE_PAUSE_S
 
     def _make_agent(self) -> None:
         # The libraries read these when they are loaded; without them every lost peer is a line on stderr.
@@ -231,7 +231,7 @@ class AgentThread:
         library_logger.handlers.clear()
         library_logger.propagate = True
         library_logger.setLevel(logging.WARNING)
-        agent = nixl_agent(self.name, nixl_agent_config(backends=["UCX"]))
+        agent = nixl_agent(self.name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         if "UCX" not in agent.backends:
             raise StartupError("NIXL has no UCX backend on this machine; install nixl with UCX")
         self._agent = agent
