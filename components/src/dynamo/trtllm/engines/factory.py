@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.engines.port import Engine
+from dynamo.trtllm.errors import StartupError
 
 
 def create_engine(config: EngineConfig) -> Engine:
@@ -13,8 +14,13 @@ def create_engine(config: EngineConfig) -> Engine:
 
         return DoubleEngine(config)
     if config.kind is EngineKind.TRANSFORMERS:
-        from dynamo.trtllm.engines.transformers.engine import TransformersEngine
-
+        try:
+            from dynamo.trtllm.engines.transformers.engine import TransformersEngine
+        except ImportError as error:
+            raise StartupError(
+                "the portable engine needs Python 3.11 or later and Transformers 5.24 to 5.39: "
+                "run `pip install 'dynamo-trtllm[portable]'`"
+            ) from error
         return TransformersEngine(config)
     from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 
