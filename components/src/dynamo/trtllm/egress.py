@@ -42,6 +42,7 @@ class Context(Protocol):
     def is_stopped(self) -> bool: ...
     def stop_generating(self) -> None: ...
     def detached(self, id: str) -> Context: ...
+    def trace_headers(self) -> Mapping[str, str] | None: ...
 
 
 class Sender(Protocol):
@@ -95,7 +96,10 @@ class CancelWatch:
 
 
 class Outlet:
-    """The end of one stream after its first `DIRECT_CHUNKS`: sends batches from a thread, in order, one batch at a time."""
+    """The end of one stream after its first `DIRECT_CHUNKS`: sends batches from a thread, in order, one batch at a time.
+
+    `_sending` and `_progress` are written by that thread. A slow client and a batch that waits for a thread are no stall.
+    """
 
     def __init__(self, sender: Sender, threads: ThreadPoolExecutor, stall_deadline_s: float) -> None:
         self._sender = sender
@@ -103,6 +107,8 @@ class Outlet:
         self._deadline_s = stall_deadline_s
         self._pending: list[Chunk] = []
         self._batch: asyncio.Future[None] | None = None
+        self._sending = False
+        self._progress = 0
 
     async def put(self, chunk: Chunk) -> None:
         """Queue `chunk`. Raises `StreamClosed` when the client is gone or has not read for the stall deadline."""
@@ -126,17 +132,30 @@ class Outlet:
         if self._pending:
             batch, self._pending = self._pending, []
             self._batch = asyncio.get_running_loop().run_in_executor(self._threads, self._send_all, batch)
+            self._batch.add_done_callback(_look_at)
 
     async def _batch_done(self) -> None:
-        if self._batch is None:
-            return
-        done, _ = await asyncio.wait({self._batch}, timeout=self._deadline_s)
-        if not done:
-            raise StreamClosed("the client stopped reading")
+        while self._batch is not None and not self._batch.done():
+            before = self._progress
+            await asyncio.wait({self._batch}, timeout=self._deadline_s)
+            if not self._batch.done() and self._sending and self._progress == before:
+                raise StreamClosed("the client stopped reading")
 
     def _send_all(self, batch: list[Chunk]) -> None:
-        for chunk in batch:
-            send(self._sender, chunk)
+        self._progress += 1
+        self._sending = True
+        try:
+            for chunk in batch:
+                send(self._sender, chunk)
+                self._progress += 1
+        finally:
+            self._sending = False
+
+
+def _look_at(batch: asyncio.Future[None]) -> None:
+    """A batch may fail after its stream was given up; nobody asks for that failure any more."""
+    if not batch.cancelled():
+        batch.exception()
 
 
 def send(sender: Sender, chunk: Chunk) -> None:
@@ -242,9 +261,10 @@ class Egress:
             raise to_dynamo(ShuttingDown("this worker is shutting down"))
         self.in_flight += 1
         self._idle.clear()
-        outcome = "completed"
+        outcome = "failed"
         try:
             yield
+            outcome = "completed"
         except (asyncio.CancelledError, GeneratorExit, StreamClosed, RequestCancelled) as error:
             outcome = "cancelled"
             if (isinstance(error, asyncio.CancelledError) and not context.is_stopped()) or isinstance(error, GeneratorExit):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dynamo.trtllm.engines.port import Step, StepLogprobs
+from dynamo.trtllm.engines.port import FinishReason, Step, StepLogprobs, Usage
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 
@@ -44,6 +44,7 @@ class Handoff(Message):
     """What decode needs of a prefilled request: it fetches no media and tokenizes nothing.
 
     `prompt_token_ids` are expanded; `logprobs` belong to `first_token_ids`; `meta` and `transfer` are the engine's state.
+    With `finish` set the request is over: decode emits what is here, and there is no state.
     `seed` is the request's own or, for a sampled request without one, prefill's choice: decode goes on with the same noise.
     """
 
@@ -52,13 +53,20 @@ class Handoff(Message):
     first_token_ids: tuple[int, ...]
     logprobs: tuple[StepLogprobs, ...] | None = None
     cached_tokens: int = 0
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
     seed: int | None = None
     meta: Mapping[str, Any]
     transfer: TransferDescriptor | None = None
 
     def first_step(self) -> Step:
-        """Prefill's first token as the engine port's step."""
-        return Step(self.first_token_ids, self.logprobs)
+        """Prefill's first token as the engine port's step; the final one when prefill finished the request."""
+        usage = self.usage() if self.finish is not None else None
+        return Step(self.first_token_ids, self.logprobs, self.finish, self.stop_reason, usage)
+
+    def usage(self) -> Usage:
+        """Token counts of the context stage alone."""
+        return Usage(len(self.prompt_token_ids), len(self.first_token_ids), self.cached_tokens)
 
 
 class EncodeItem(Message):

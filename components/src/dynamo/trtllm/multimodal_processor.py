@@ -11,7 +11,7 @@ from typing import Protocol
 
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import EncodedImage, EngineInfo, PlacedMedia, Prompt
-from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.errors import ClientFault, PartFault
 from dynamo.trtllm.multimodal.loader import MediaItem, TokenBudget
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.request import Request
@@ -44,10 +44,12 @@ class MultimodalProcessor:
         if not request.media:
             _check_places(places, 0)
             return Prompt(request.token_ids)
-        if placeholder is not None and all(part.kind == "image" for part in request.media):
+        if placeholder is None:
+            first = request.media[0]
+            raise PartFault(first.position, "this worker serves a text model and takes no images", kind=first.kind)
+        if all(part.kind == "image" for part in request.media):
             _check_places(places, len(request.media))
         items = await self._media.load(request.media, budget, context)
-        assert placeholder is not None
         prompt = expand(request.token_ids, placeholder, items, request.text)
         budget.check(len(prompt.token_ids) - budget.text_tokens)
         return prompt

@@ -35,6 +35,10 @@ TRIES = 2
 """Encode and prefill are pure: what one instance failed is tried once on another, inside one deadline."""
 
 
+_GONE = (Cancelled, CannotConnect, Disconnected, EngineShutdown, StreamIncomplete)
+"""The instance is lost or leaving; a `Cancelled` that this side did not ask for means the same."""
+
+
 class DynamoClient(Protocol):
     """The part of Dynamo's `Client` that is used here."""
 
@@ -80,19 +84,19 @@ class PeerClient:
             async for item in stream:
                 reply = item if reply is None else reply
         except (DynamoException, ValueError, RuntimeError, OSError) as error:
-            raise self._translate(error) from error
+            raise self._translate(error, context) from error
         if reply is None:
             raise PeerUnavailable(f"the {self._name} worker ended its reply without a word")
         return reply
 
-    def _translate(self, error: Exception) -> WorkerError:
-        if isinstance(error, Cancelled):
+    def _translate(self, error: Exception, context: Context | None) -> WorkerError:
+        if isinstance(error, Cancelled) and context is not None and context.is_stopped():
             return RequestCancelled("the client went away")
         if isinstance(error, InvalidArgument):
             return ClientFault(_own_words(str(error)))
-        if isinstance(error, ConnectionTimeout) or "DeadlineExceeded" in str(error):
+        if isinstance(error, (ConnectionTimeout, TimeoutError)) or "DeadlineExceeded" in str(error):
             return PeerTimeout(f"the {self._name} worker took too long")
-        if isinstance(error, (CannotConnect, Disconnected, EngineShutdown, StreamIncomplete, ValueError, RuntimeError, OSError)):
+        if not isinstance(error, DynamoException) or isinstance(error, _GONE):
             logger.warning("the %s worker %s", self._name, f"failed: {error}")
             return PeerUnavailable(f"the {self._name} worker is not reachable")
         return EngineFault(f"the {self._name} worker failed")
@@ -115,8 +119,9 @@ class PrefillPeers:
         end = time.monotonic() + self._timeout_s
         failure: PeerFault = PeerUnavailable("no prefill worker is available")
         instances = self._client.instances()
-        for tried, instance in enumerate(random.sample(instances, min(TRIES, len(instances)))):
-            left_s = (end - time.monotonic()) / (TRIES - tried)
+        chosen = random.sample(instances, min(TRIES, len(instances)))
+        for tried, instance in enumerate(chosen):
+            left_s = (end - time.monotonic()) / (len(chosen) - tried)
             try:
                 return await self._client.call(request, instance, context, left_s)
             except PeerFault as error:

@@ -6,9 +6,10 @@ here: this module fetches nothing and knows no engine.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
@@ -46,7 +47,8 @@ class Request:
     cache_salt: str | None = None
     dp_rank: int | None = None
     is_health_check: bool = False
-    processor_options: Mapping[str, Any] = field(default_factory=dict)
+    media_hashes: tuple[str, ...] = ()
+    """The frontend's hexadecimal hash of each media item, in order; empty when it sent none."""
 
 
 def parse_request(raw: Mapping[str, Any]) -> Request:
@@ -57,6 +59,8 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
         raise ClientFault("LoRA adapters are not supported; ask for the base model")
     if any(_flatten(_mapping(raw, "multi_modal_uuids").values())):
         raise ClientFault("a content part's uuid is not supported; leave it out")
+    if _mapping(raw, "mm_processor_kwargs"):
+        raise ClientFault("mm_processor_kwargs is not supported; leave it out")
     return Request(
         model=str(raw.get("model", "")),
         token_ids=_token_ids(raw.get("token_ids")),
@@ -68,7 +72,7 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
         cache_salt=routing.get("cache_salt"),
         dp_rank=_integer(routing, "dp_rank"),
         is_health_check=bool(raw.get("_HEALTH_CHECK")),
-        processor_options=_mapping(raw, "mm_processor_kwargs"),
+        media_hashes=tuple(extra.get("mm_hashes") or ()),
     )
 
 
@@ -124,7 +128,9 @@ def _repetition_penalty(options: Mapping[str, Any]) -> float | None:
 def _guided(raw: Any) -> GuidedDecoding | None:
     if not raw:
         return None
-    given = {name: value for name, value in dict(raw).items() if value not in (None, False, [], "")}
+    if not isinstance(raw, Mapping):
+        raise ClientFault("guided_decoding must be an object")
+    given = {name: value for name, value in raw.items() if value not in (None, False, [], "")}
     known = {name: given[name] for name in ("json", "regex", "grammar", "json_object", "structural_tag") if name in given}
     if given.get("choice"):
         known["choice"] = tuple(given["choice"])
@@ -159,10 +165,12 @@ def _prefill_result(raw: Any) -> PrefillResult | None:
 
 def _token_ids(raw: Any) -> tuple[int, ...]:
     """Token ids as a list of ints, or packed as little-endian int32 (`DYN_TOKEN_IDS_AS_BYTES`)."""
-    if isinstance(raw, (bytes, bytearray)):
-        return struct.unpack(f"<{len(raw) // 4}i", raw)
     if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
         raise ClientFault("the prompt is empty")
+    if isinstance(raw, (bytes, bytearray)):
+        if len(raw) % 4:
+            raise ClientFault("the prompt's packed token ids are not whole 32-bit numbers")
+        return struct.unpack(f"<{len(raw) // 4}i", raw)
     return tuple(raw)
 
 
@@ -179,7 +187,7 @@ def _number(raw: Mapping[str, Any], key: str, *, low: float | None = None, high:
     value = raw.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ClientFault(f"{key} must be a number")
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
@@ -191,7 +199,7 @@ def _integer(raw: Mapping[str, Any], key: str) -> int | None:
     value = raw.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or int(value) != value:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1:
         raise ClientFault(f"{key} must be a whole number")
     return int(value)
 

@@ -17,7 +17,7 @@ from dynamo.common.utils.endpoint_types import parse_endpoint_types
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds, graceful_shutdown_with_discovery
 from dynamo.common.utils.runtime import create_runtime
 from dynamo.health_check import HEALTH_CHECK_KEY, load_health_check_from_env
-from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
+from dynamo.llm import KvEventPublisher, ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime, Endpoint
 
 from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
@@ -29,7 +29,7 @@ from dynamo.trtllm.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
-EXIT_ENGINE_DEAD = 1
+EXIT_FAILED = 1
 EXIT_SECOND_SIGNAL = 70
 _HEALTH_INTERVAL_S = 5.0
 
@@ -42,7 +42,7 @@ _WORKER_TYPES = {
 
 
 def connect(config: RuntimeConfig) -> DistributedRuntime:
-    """Join Dynamo. Must run on the event loop that will serve. Raises `StartupError` when discovery or a plane is out of reach."""
+    """Join Dynamo, on the event loop that will serve. Raises `StartupError` when discovery or a plane is out of reach."""
     try:
         runtime, _ = create_runtime(
             config.discovery_backend, config.request_plane, event_plane=config.event_plane, response_plane=config.response_plane
@@ -89,7 +89,10 @@ class Service:
                 metrics_labels=[("model", self._config.model.name)],
                 health_check_payload=health_check_payload(self._config.role),
             )
-            if self._shutdown is not None:
+            if self._shutdown is None:
+                logger.error("the runtime stopped serving by itself, leaving")
+                self._exit_code = EXIT_FAILED
+            else:
                 await self._shutdown
         finally:
             health.cancel()
@@ -99,11 +102,13 @@ class Service:
         """The one place that decides that the process ends because of its engine."""
         if self._shutdown is None:
             logger.critical("the engine is dead, leaving: %s", error)
-            self._exit_code = EXIT_ENGINE_DEAD
+            self._exit_code = EXIT_FAILED
             self._begin_shutdown(grace_s=0.0)
 
     async def _register(self) -> None:
         config, model = self._config, self._config.model
+        card = runtime_config(self._info, config.runtime, model, config.role)
+        card.kv_event_publishing_enabled = self._engine.attach_kv_publisher(self._kv_publisher)
         await register_model(
             ModelInput.Tokens,
             model_type(config.role, config.runtime),
@@ -113,10 +118,21 @@ class Service:
             worker_type=_WORKER_TYPES[config.role],
             needs=needs(config.role, config.peers),
             kv_cache_block_size=self._info.kv_block_size,
-            runtime_config=runtime_config(self._info, config.runtime, model, config.role),
+            runtime_config=card,
             custom_template_path=model.custom_jinja_template,
             model_aliases=list(model.served_names[1:]) or None,
             ignore_weights=True,
+        )
+
+    def _kv_publisher(self, dp_rank: int) -> KvEventPublisher:
+        runtime = self._config.runtime
+        return KvEventPublisher(
+            self._endpoint,
+            kv_block_size=self._info.kv_block_size,
+            dp_rank=dp_rank,
+            enable_local_indexer=runtime.enable_local_indexer,
+            image_token_id=self._info.image_placeholder_id,
+            kv_state_endpoint=runtime.kv_state_endpoint,
         )
 
     async def _watch_engine(self) -> None:
@@ -129,6 +145,8 @@ class Service:
                 return
             except WorkerError as error:
                 logger.warning("health check: %s", error)
+            except Exception:
+                logger.exception("the health check itself failed")
 
     def _install_signals(self) -> None:
         loop = asyncio.get_running_loop()

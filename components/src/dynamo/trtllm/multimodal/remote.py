@@ -33,7 +33,7 @@ _SPARE_LOAD = 4
 class RemoteEncoder:
     """Loads parts through encode workers. Shared by requests: the load counters and the cache of what was read.
 
-    `fallback` loads here while no encode worker lives; None answers 503 instead.
+    `fallback` loads here while no encode worker lives or is reachable; None answers 503 instead.
     """
 
     def __init__(
@@ -53,7 +53,13 @@ class RemoteEncoder:
         self._check(parts)
         if self._fallback is not None and not self._client.instances():
             return await self._fallback.load(parts, budget, context)
-        return await all_or_none([self._item(part, budget, context) for part in parts])
+        try:
+            return await all_or_none([self._item(part, budget, context) for part in parts])
+        except PeerUnavailable as error:
+            if self._fallback is None:
+                raise
+            logger.warning("encoding here: %s", error)
+            return await self._fallback.load(parts, budget, context)
 
     def stats(self) -> Mapping[str, float]:
         own = {f"cache_{name}": value for name, value in self._cache.stats().items()}
@@ -78,10 +84,11 @@ class RemoteEncoder:
         """Ask the chosen instance, and once more another one when that is dead or late, all within one deadline."""
         end = time.monotonic() + self._timeout_s
         failure: PeerFault = PeerUnavailable("no encode worker is available")
-        for tried, instance in enumerate(self._candidates(part.url)[:TRIES]):
+        chosen = self._candidates(part.url)[:TRIES]
+        for tried, instance in enumerate(chosen):
             self._retries += tried
             # The first try leaves half of the deadline to the second.
-            left_s = (end - time.monotonic()) / (TRIES - tried)
+            left_s = (end - time.monotonic()) / (len(chosen) - tried)
             try:
                 with self._counted(instance):
                     return await self._ask(instance, part, budget, context, left_s)
@@ -124,7 +131,7 @@ class RemoteEncoder:
     def _candidates(self, reference: str) -> list[int]:
         """Live instances, best first: by rendezvous hash, those that carry much more than their share last."""
         instances = self._client.instances()
-        digest = hashlib.sha256(reference.encode(errors="surrogateescape")).digest()
+        digest = hashlib.sha256(reference.encode(errors="surrogatepass")).digest()
         ranked = sorted(instances, key=lambda each: hashlib.sha256(digest + each.to_bytes(8, "little")).digest())
         share = sum(self._load[each] for each in instances) / max(1, len(instances))
         return sorted(ranked, key=lambda each: self._load[each] > 2 * share + _SPARE_LOAD)

@@ -27,7 +27,7 @@ class AggregatedHandler(HandlerBase):
     async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         request = parse_request(raw)
         prompt = await self._processor.prepare(request, context)
-        async with aclosing(self._engine.generate(engine_request(request, prompt, context.id()))) as steps:
+        async with aclosing(self._engine.generate(engine_request(request, prompt, context))) as steps:
             async for step in steps:
                 yield to_chunk(step)
 

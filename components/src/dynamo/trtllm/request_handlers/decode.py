@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from dynamo.trtllm.config import TransferConfig
 from dynamo.trtllm.egress import Chunk, Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step, Usage
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.messages import Handoff
 from dynamo.trtllm.peers import PrefillPeers
@@ -45,26 +45,24 @@ class DecodeHandler(HandlerBase):
 
     def _steps(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step, None]:
         if request.is_health_check:
-            return self._engine.generate(engine_request(request, Prompt(request.token_ids), context.id()))
+            return self._canary(request, context)
         return self._decode(request, raw, context)
 
     async def _decode(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step, None]:
         handoff = await self._handoff(request, raw, context)
         first = handoff.first_step()
-        if request.sampling.max_tokens == 1:
-            if handoff.transfer is not None:
-                await self._transfer.discard(handoff.transfer)
-            yield first._replace(finish="length", usage=Usage(len(handoff.prompt_token_ids), 1, handoff.cached_tokens))
+        if first.finish is None and request.sampling.max_tokens == 1:
+            first = first._replace(finish="length", usage=handoff.usage())
+        if first.finish is not None:
+            await self._discard(handoff)
+            yield first
             return
-        reading = asyncio.create_task(self._state(handoff, raw, context), name="kv-read")
-        try:
+        async with self._reading(handoff, raw, request, context) as reading:
             yield first
             state = await reading
-        finally:
-            reading.cancel()
         request = replace(request, sampling=replace(request.sampling, seed=handoff.seed))
         attaching = True
-        each = engine_request(request, Prompt(handoff.prompt_token_ids), context.id())
+        each = engine_request(request, Prompt(handoff.prompt_token_ids), context)
         try:
             async with aclosing(self._engine.decode(each, first, state)) as steps:
                 async for step in steps:
@@ -79,7 +77,7 @@ class DecodeHandler(HandlerBase):
         """The hand-off that came with the request, or a new one where the frontend could not reach its prefill worker."""
         result = request.prefill_result
         if result is None or not result.disaggregated_params:
-            return await self._prefill_again(raw, context, None)
+            return await self._prefill_again(raw, request, context, None)
         return self._checked(Handoff.parse(result.disaggregated_params, "prefill"))
 
     def _checked(self, handoff: Handoff) -> Handoff:
@@ -87,14 +85,33 @@ class DecodeHandler(HandlerBase):
             raise PeerFault("the prefill worker runs another engine than this decode worker")
         return handoff
 
-    async def _state(self, handoff: Handoff, raw: Mapping[str, Any], context: Context) -> EngineState:
+    @asynccontextmanager
+    async def _reading(
+        self, handoff: Handoff, raw: Mapping[str, Any], request: Request, context: Context
+    ) -> AsyncIterator[asyncio.Task[EngineState]]:
+        """Read the KV cache beside the block. If the block ends without it, it is freed here and on the prefill worker."""
+        reading = asyncio.create_task(self._state(handoff, raw, request, context), name="kv-read")
+        try:
+            yield reading
+        except BaseException:
+            reading.cancel()
+            reading.add_done_callback(_release_unused)
+            await self._discard(handoff)
+            raise
+
+    async def _discard(self, handoff: Handoff) -> None:
+        if handoff.transfer is not None:
+            await self._transfer.discard(handoff.transfer)
+
+    async def _state(self, handoff: Handoff, raw: Mapping[str, Any], request: Request, context: Context) -> EngineState:
         """The engine's state, its KV cache read; from a second prefill if the first one's worker is gone."""
         try:
             return await self._read(handoff)
         except PeerFault as error:
             logger.warning("request %s: prefilling again: %s", context.id(), error)
-        again = await self._prefill_again(raw, context, handoff)
-        if again.first_token_ids != handoff.first_token_ids:
+        again = await self._prefill_again(raw, request, context, handoff)
+        if again.first_token_ids != handoff.first_token_ids or again.finish is not None:
+            await self._discard(again)
             raise PeerFault("the prefill worker was lost and its work could not be repeated")
         return await self._read(again)
 
@@ -104,9 +121,9 @@ class DecodeHandler(HandlerBase):
         received = await self._transfer.fetch(handoff.transfer, self._config.time_to_live_s / 2)
         return EngineState(handoff.meta, received.tensors, received.release)
 
-    async def _prefill_again(self, raw: Mapping[str, Any], context: Context, lost: Handoff | None) -> Handoff:
+    async def _prefill_again(self, raw: Mapping[str, Any], request: Request, context: Context, lost: Handoff | None) -> Handoff:
         self._prefilled_again += 1
-        reply = await self._prefill.prefill(_prefill_copy(raw, lost), context)
+        reply = await self._prefill.prefill(_prefill_copy(raw, request, lost), context)
         return self._checked(Handoff.parse(reply.get("disaggregated_params") or {}, "prefill"))
 
     def stats(self) -> Mapping[str, float]:
@@ -116,12 +133,20 @@ class DecodeHandler(HandlerBase):
         await self._transfer.close()
 
 
-def _prefill_copy(raw: Mapping[str, Any], lost: Handoff | None) -> dict[str, Any]:
-    """The request as the frontend would send it to prefill, with the seed of the lost one so that the first token is the same."""
+def _release_unused(reading: asyncio.Task[EngineState]) -> None:
+    if not reading.cancelled() and reading.exception() is None:
+        reading.result().release()
+
+
+def _prefill_copy(raw: Mapping[str, Any], request: Request, lost: Handoff | None) -> dict[str, Any]:
+    """The request as the frontend would send it to prefill, with the seed of the lost one so that the first token is the same.
+
+    Token ids go as a list: packed ones are bytes, which Dynamo's client cannot send.
+    """
     sampling = dict(raw.get("sampling_options") or {})
     if lost is not None and lost.seed is not None:
         sampling["seed"] = lost.seed
-    return {**raw, "prefill_result": None, "sampling_options": sampling}
+    return {**raw, "token_ids": list(request.token_ids), "prefill_result": None, "sampling_options": sampling}
 
 
 def _with_cached(step: Step, cached_tokens: int) -> Step:

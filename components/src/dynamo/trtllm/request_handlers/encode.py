@@ -10,11 +10,10 @@ from dynamo.trtllm.egress import Chunk, Context
 from dynamo.trtllm.engines.port import EncodedImage, Engine, EngineInfo
 from dynamo.trtllm.errors import EngineFault
 from dynamo.trtllm.messages import EncodedItem, EncodeReply, EncodeRequest
-from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
 from dynamo.trtllm.multimodal.parts import MediaPart
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats
-from dynamo.trtllm.transfer.port import Transfer
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
+from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
 class EncodeHandler(HandlerBase):
@@ -34,14 +33,17 @@ class EncodeHandler(HandlerBase):
         request = EncodeRequest.parse(raw, "calling")
         parts = [MediaPart(item.position, "image", item.url) for item in request.items]
         items = await self._loader.load(parts, TokenBudget(request.text_tokens, request.context_length))
-        reply = EncodeReply(items=tuple(await all_or_none([self._offer(item) for item in items])))
-        yield reply.model_dump(mode="json")
+        offers: list[Offer] = []
+        with withdrawn_on_failure(offers):
+            reply = EncodeReply(items=tuple([await self._offer(item, offers) for item in items]))
+            yield reply.model_dump(mode="json")
 
-    async def _offer(self, item: MediaItem) -> EncodedItem:
+    async def _offer(self, item: MediaItem, offers: list[Offer]) -> EncodedItem:
+        """Offer the tensors of `item`, adding the offer to `offers`, and describe it."""
         if not isinstance(item, EncodedImage):
             raise EngineFault("the encode worker's engine does not encode apart")
-        offer = await self._transfer.offer(item.tensors, self._config.time_to_live_s / 2)
-        return EncodedItem(digest=item.digest, token_ids=item.token_ids, extras=item.extras, transfer=offer.descriptor)
+        offers.append(await self._transfer.offer(item.tensors, self._config.time_to_live_s / 2))
+        return EncodedItem(digest=item.digest, token_ids=item.token_ids, extras=item.extras, transfer=offers[-1].descriptor)
 
     def stats(self) -> Mapping[str, float]:
         return {**self._loader.stats(), **transfer_stats(self._transfer)}

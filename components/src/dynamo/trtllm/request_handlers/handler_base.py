@@ -6,14 +6,15 @@ A handler reads: parse, prepare, call the engine, translate. It raises from `err
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from dynamo.trtllm.egress import Chunk, Context
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, Prompt, Step, StepLogprobs, Usage
 from dynamo.trtllm.request import Request
-from dynamo.trtllm.transfer.port import Transfer
+from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
 class HandlerBase(ABC):
@@ -39,16 +40,33 @@ class HandlerBase(ABC):
     async def close(self) -> None:
         """Free what the role holds."""
 
+    def _canary(self, request: Request, context: Context) -> AsyncGenerator[Step, None]:
+        """Answer a health check from the engine alone, in every role: nothing is handed over that nobody would fetch."""
+        return self._engine.generate(engine_request(request, Prompt(request.token_ids), context))
 
-def engine_request(request: Request, prompt: Prompt, request_id: str) -> EngineRequest:
+
+@contextmanager
+def withdrawn_on_failure(offers: list[Offer]) -> Iterator[None]:
+    """Withdraw what `offers` holds by then if the block fails or is closed: the reply that names them did not leave."""
+    try:
+        yield
+    except BaseException:
+        for offer in offers:
+            offer.release()
+        raise
+
+
+def engine_request(request: Request, prompt: Prompt, context: Context) -> EngineRequest:
     """The engine's view of a parsed request whose prompt is ready."""
     return EngineRequest(
-        request_id=request_id,
+        request_id=context.id(),
         prompt=prompt,
         sampling=request.sampling,
         priority=request.priority,
         cache_salt=request.cache_salt,
         dp_rank=request.dp_rank,
+        trace_headers=context.trace_headers(),
+        media_hashes=request.media_hashes if prompt.media else (),
     )
 
 

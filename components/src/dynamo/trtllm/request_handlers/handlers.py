@@ -27,10 +27,21 @@ async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo,
 
     `runtime` is Dynamo's `DistributedRuntime`. Raises `StartupError` when the transfer cannot be used on this machine.
     """
-    if config.role is Role.AGGREGATED:
-        transfer = await _start_transfer(config.transfer) if config.peers.encode_endpoint else None
-        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, transfer), transfer)
+    if config.role is Role.ENCODE and not info.encodes_apart:
+        raise StartupError("this model has no separate encoder: drop the encode worker and let prefill encode")
+    if config.role is Role.AGGREGATED and config.peers.encode_endpoint is None:
+        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, None))
     transfer = await _start_transfer(config.transfer)
+    try:
+        return await _handler_over(transfer, config, engine, info, runtime)
+    except BaseException:
+        await transfer.close()
+        raise
+
+
+async def _handler_over(transfer: Transfer, config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any) -> HandlerBase:
+    if config.role is Role.AGGREGATED:
+        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, transfer), transfer)
     if config.role is Role.PREFILL:
         processor = await _processor(config, engine, info, runtime, transfer)
         return PrefillHandler(engine, info, processor, transfer, config.transfer)
@@ -38,8 +49,6 @@ async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo,
         client = await peers.connect(runtime, config.peers.prefill_endpoint, "prefill")
         prefill = peers.PrefillPeers(client, config.peers.timeout_s)
         return DecodeHandler(engine, info, transfer, config.transfer, prefill)
-    if not info.encodes_apart:
-        raise StartupError("this model has no separate encoder: drop the encode worker and let prefill encode")
     return EncodeHandler(engine, info, _loader(config, engine, info), transfer, config.transfer)
 
 

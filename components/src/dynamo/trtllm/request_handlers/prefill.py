@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from dynamo.trtllm.config import TransferConfig
 from dynamo.trtllm.egress import Chunk, Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prefilled, Step, Usage
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prefilled, Step
 from dynamo.trtllm.messages import Handoff
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request import Request, parse_request
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, to_chunk, transfer_stats
-from dynamo.trtllm.transfer.descriptor import TransferDescriptor
-from dynamo.trtllm.transfer.port import Transfer
+from dynamo.trtllm.request_handlers.handler_base import (
+    HandlerBase,
+    engine_request,
+    to_chunk,
+    transfer_stats,
+    withdrawn_on_failure,
+)
+from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
 class PrefillHandler(HandlerBase):
@@ -30,41 +36,29 @@ class PrefillHandler(HandlerBase):
         self._config = config
 
     async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
-        request = _for_context_stage(parse_request(raw))
-        prompt = await self._processor.prepare(request, context)
-        prefilled = await self._engine.prefill(engine_request(request, prompt, context.id()))
-        if prefilled.state is None or request.is_health_check:
-            yield to_chunk(_finished(prefilled))
+        request = parse_request(raw)
+        if request.is_health_check:
+            async with aclosing(self._canary(request, context)) as steps:
+                async for step in steps:
+                    yield to_chunk(step)
             return
-        yield await self._handoff(prefilled, prefilled.state, request.sampling.seed)
+        request = _for_context_stage(request)
+        prompt = await self._processor.prepare(request, context)
+        prefilled = await self._engine.prefill(engine_request(request, prompt, context))
+        offers: list[Offer] = []
+        with withdrawn_on_failure(offers):
+            await self._offer(prefilled.state, offers)
+            yield _reply(type(self._engine).__name__, prefilled, offers, request.sampling.seed)
 
-    async def _handoff(self, prefilled: Prefilled, state: EngineState, seed: int | None) -> Chunk:
-        """The reply on which the frontend calls decode. `finish_reason` "length" is what tells it to."""
+    async def _offer(self, state: EngineState | None, offers: list[Offer]) -> None:
+        """Add the offer of `state`'s tensors to `offers`, and free them here."""
+        if state is None:
+            return
         try:
-            descriptor = await self._offer(state)
+            if state.tensors:
+                offers.append(await self._transfer.offer(state.tensors, self._config.time_to_live_s / 2))
         finally:
             state.release()
-        first = prefilled.first
-        handoff = Handoff(
-            engine=type(self._engine).__name__,
-            prompt_token_ids=prefilled.prompt_token_ids,
-            first_token_ids=tuple(first.token_ids),
-            logprobs=None if first.logprobs is None else tuple(first.logprobs),
-            cached_tokens=prefilled.cached_tokens,
-            seed=seed,
-            meta=state.meta,
-            transfer=descriptor,
-        )
-        usage = Usage(len(prefilled.prompt_token_ids), len(first.token_ids), prefilled.cached_tokens)
-        chunk = to_chunk(Step(first.token_ids, first.logprobs, "length", None, usage))
-        chunk["disaggregated_params"] = handoff.model_dump(mode="json")
-        return chunk
-
-    async def _offer(self, state: EngineState) -> TransferDescriptor | None:
-        if not state.tensors:
-            return None
-        offer = await self._transfer.offer(state.tensors, self._config.time_to_live_s / 2)
-        return offer.descriptor
 
     def stats(self) -> Mapping[str, float]:
         return {**self._processor.stats(), **transfer_stats(self._transfer)}
@@ -89,8 +83,22 @@ def _for_context_stage(request: Request) -> Request:
     return replace(request, sampling=sampling)
 
 
-def _finished(prefilled: Prefilled) -> Step:
-    """The whole answer of a request whose first token ended it: the frontend answers from it and never calls decode."""
+def _reply(engine: str, prefilled: Prefilled, offers: list[Offer], seed: int | None) -> Chunk:
+    """The one reply. "length" makes the frontend call decode; at any other finish reason it answers from this chunk."""
     first = prefilled.first
-    usage = first.usage or Usage(len(prefilled.prompt_token_ids), len(first.token_ids), prefilled.cached_tokens)
-    return first._replace(finish=first.finish or "length", usage=usage)
+    handoff = Handoff(
+        engine=engine,
+        prompt_token_ids=prefilled.prompt_token_ids,
+        first_token_ids=tuple(first.token_ids),
+        logprobs=None if first.logprobs is None else tuple(first.logprobs),
+        cached_tokens=prefilled.cached_tokens,
+        finish=first.finish,
+        stop_reason=first.stop_reason,
+        seed=seed,
+        meta=prefilled.state.meta if prefilled.state is not None else {},
+        transfer=offers[0].descriptor if offers else None,
+    )
+    usage = first.usage or handoff.usage()
+    chunk = to_chunk(Step(first.token_ids, first.logprobs, first.finish or "length", first.stop_reason, usage))
+    chunk["disaggregated_params"] = handoff.model_dump(mode="json")
+    return chunk

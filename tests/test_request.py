@@ -1,0 +1,183 @@
+"""Parsing of the frontend's dict: every field by value, and every refusal in words."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
+from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.multimodal.parts import MediaPart
+from dynamo.trtllm.request import PrefillResult, Request, parse_request
+
+
+def test_a_bare_request_has_every_default() -> None:
+    assert parse_request({"token_ids": [1, 2]}) == Request(model="", token_ids=(1, 2), sampling=Sampling())
+
+
+def test_nulls_are_as_good_as_missing_fields() -> None:
+    raw: dict[str, Any] = dict.fromkeys(
+        (
+            "stop_conditions",
+            "sampling_options",
+            "output_options",
+            "routing",
+            "multi_modal_data",
+            "multi_modal_uuids",
+            "extra_args",
+        )
+    )
+    raw |= {"token_ids": [5], "prefill_result": None, "mm_processor_kwargs": None, "eos_token_ids": None}
+    assert parse_request(raw) == Request(model="", token_ids=(5,), sampling=Sampling())
+
+
+@pytest.mark.parametrize(
+    ("group", "raw", "field", "value"),
+    [
+        ("sampling_options", {"temperature": 1}, "temperature", 1.0),
+        ("sampling_options", {"temperature": 0.0}, "temperature", 0.0),
+        ("sampling_options", {"top_p": 0.5}, "top_p", 0.5),
+        ("sampling_options", {"top_k": 7}, "top_k", 7),
+        ("sampling_options", {"top_k": 7.0}, "top_k", 7),
+        ("sampling_options", {"top_k": 0}, "top_k", None),
+        ("sampling_options", {"top_k": -1}, "top_k", None),
+        ("sampling_options", {"min_p": 0.25}, "min_p", 0.25),
+        ("sampling_options", {"seed": -3}, "seed", -3),
+        ("sampling_options", {"repetition_penalty": 1.5}, "repetition_penalty", 1.5),
+        ("sampling_options", {"presence_penalty": -2}, "presence_penalty", -2.0),
+        ("sampling_options", {"frequency_penalty": 2}, "frequency_penalty", 2.0),
+        ("sampling_options", {"n": 1, "best_of": 1, "use_beam_search": False}, "guided", None),
+        ("stop_conditions", {"max_tokens": 3}, "max_tokens", 3),
+        ("stop_conditions", {"min_tokens": 4}, "min_tokens", 4),
+        ("stop_conditions", {"min_tokens": -4}, "min_tokens", 0),
+        ("stop_conditions", {"stop_token_ids": [1], "stop_token_ids_visible": [2]}, "stop_token_ids", frozenset({1, 2})),
+        ("stop_conditions", {"stop_token_ids_hidden": [9]}, "eos_token_ids", frozenset({9})),
+        ("stop_conditions", {"stop_token_ids": [1, 9], "stop_token_ids_hidden": [9]}, "stop_token_ids", frozenset({1})),
+        ("stop_conditions", {"ignore_eos": True}, "ignore_eos", True),
+        ("output_options", {"logprobs": 0}, "logprobs", 0),
+        ("output_options", {"logprobs": 100}, "logprobs", 100),
+        ("output_options", {"prompt_logprobs": 2}, "prompt_logprobs", 2),
+    ],
+)
+def test_each_option_reaches_its_field(group: str, raw: dict[str, Any], field: str, value: object) -> None:
+    parsed = getattr(parse_request({"token_ids": [1], group: raw}).sampling, field)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_the_requests_own_eos_ids_go_before_the_hidden_ones() -> None:
+    raw = {"token_ids": [1], "eos_token_ids": [8], "stop_conditions": {"stop_token_ids_hidden": [9], "stop_token_ids": [8, 9]}}
+    sampling = parse_request(raw).sampling
+    assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset({8}), frozenset({9}))
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"json": {"type": "object"}}, GuidedDecoding(json={"type": "object"})),
+        ({"regex": "a+", "json": None, "choice": []}, GuidedDecoding(regex="a+")),
+        ({"grammar": "root"}, GuidedDecoding(grammar="root")),
+        ({"choice": ["a", "b"]}, GuidedDecoding(choice=("a", "b"))),
+        ({"json_object": True}, GuidedDecoding(json_object=True)),
+        ({"structural_tag": {"t": 1}}, GuidedDecoding(structural_tag={"t": 1})),
+        ({"backend": "x"}, None),
+        ({}, None),
+    ],
+)
+def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any], expected: GuidedDecoding | None) -> None:
+    assert parse_request({"token_ids": [1], "sampling_options": {"guided_decoding": raw}}).sampling.guided == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"token_ids": []}, "the prompt is empty"),
+        ({"token_ids": None}, "the prompt is empty"),
+        ({"token_ids": "12"}, "the prompt is empty"),
+        ({"token_ids": b""}, "the prompt is empty"),
+        ({"token_ids": b"\1\0\0"}, "the prompt's packed token ids are not whole 32-bit numbers"),
+        ({"stop_conditions": {"max_tokens": 0}}, "max_tokens must be at least 1, not 0"),
+        ({"stop_conditions": {"max_tokens": 1.5}}, "max_tokens must be a whole number"),
+        ({"stop_conditions": {"max_tokens": True}}, "max_tokens must be a whole number"),
+        ({"stop_conditions": {"max_tokens": float("inf")}}, "max_tokens must be a whole number"),
+        ({"stop_conditions": [1]}, "stop_conditions must be an object"),
+        ({"sampling_options": {"temperature": -0.5}}, "temperature must be at least 0, not -0.5"),
+        ({"sampling_options": {"temperature": "hot"}}, "temperature must be a number"),
+        ({"sampling_options": {"temperature": float("nan")}}, "temperature must be a number"),
+        ({"sampling_options": {"temperature": float("inf")}}, "temperature must be a number"),
+        ({"sampling_options": {"top_p": 1.5}}, "top_p must be between 0 and 1, not 1.5"),
+        ({"sampling_options": {"min_p": -1}}, "min_p must be between 0 and 1, not -1"),
+        ({"sampling_options": {"seed": "a"}}, "seed must be a whole number"),
+        ({"sampling_options": {"repetition_penalty": 0}}, "repetition_penalty must be greater than 0"),
+        ({"sampling_options": {"presence_penalty": 3}}, "presence_penalty must be between -2 and 2, not 3"),
+        ({"sampling_options": {"frequency_penalty": -3}}, "frequency_penalty must be between -2 and 2, not -3"),
+        ({"sampling_options": {"n": 2}}, "n must be 1: this worker gives one choice per request, not 2"),
+        ({"sampling_options": {"best_of": 3}}, "best_of must be 1: this worker gives one choice per request, not 3"),
+        ({"sampling_options": {"use_beam_search": True}}, "beam search is not supported"),
+        ({"sampling_options": {"guided_decoding": "x"}}, "guided_decoding must be an object"),
+        (
+            {"sampling_options": {"guided_decoding": {"regex": "a", "json": {}}}},
+            "only one kind of guided decoding is possible at once, not json and regex",
+        ),
+        ({"output_options": {"logprobs": 101}}, "logprobs must be between 0 and 100, not 101"),
+        ({"output_options": {"prompt_logprobs": -1}}, "prompt_logprobs must be between 0 and 100, not -1"),
+        ({"routing": {"lora_name": "l"}}, "LoRA adapters are not supported; ask for the base model"),
+        ({"routing": {"priority": "high"}}, "priority must be a number"),
+        ({"multi_modal_uuids": {"image_url": [None, "u"]}}, "a content part's uuid is not supported; leave it out"),
+        ({"mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs is not supported; leave it out"),
+        ({"multi_modal_data": []}, "multi_modal_data must be an object"),
+        (
+            {"multi_modal_data": {"image_url": [{"Url": "a"}, {"Decoded": {}}]}},
+            "image 2: media decoded by the frontend is not supported; send its URL",
+        ),
+        (
+            {"multi_modal_data": {"text_file": [], "image_embeds": []}},
+            "content parts of type image_embeds, text_file are not supported; this worker takes text and image_url",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_words(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(ClientFault) as caught:
+        parse_request({"token_ids": [1], **raw})
+    assert caught.value.message == words
+
+
+def test_packed_token_ids_are_little_endian_32_bit() -> None:
+    assert parse_request({"token_ids": struct.pack("<3i", 1, 70000, 7)}).token_ids == (1, 70000, 7)
+    assert parse_request({"token_ids": bytearray(b"\1\0\0\0")}).token_ids == (1,)
+
+
+def test_media_parts_keep_their_order_and_count_from_one() -> None:
+    media = {"audio_url": [{"Url": "c"}], "image_url": [{"Url": "a"}, "b"]}
+    assert parse_request({"token_ids": [1], "multi_modal_data": media}).media == (
+        MediaPart(1, "image", "a"),
+        MediaPart(2, "image", "b"),
+        MediaPart(3, "audio", "c"),
+    )
+
+
+def test_a_uuid_field_without_uuids_is_taken() -> None:
+    assert parse_request({"token_ids": [1], "multi_modal_uuids": {"image_url": [None], "video_url": None}}).token_ids == (1,)
+
+
+def test_what_travels_beside_the_prompt_is_kept() -> None:
+    request = parse_request(
+        {
+            "model": "m",
+            "token_ids": [1],
+            "routing": {"priority": 2, "cache_salt": "s", "dp_rank": 3},
+            "extra_args": {"formatted_prompt": "hello", "mm_hashes": ["0f", "1e"]},
+            "prefill_result": {"disaggregated_params": {"a": 1}, "prompt_tokens_details": {"cached_tokens": 5}},
+            "_HEALTH_CHECK": True,
+        }
+    )
+    assert (request.model, request.text, request.media_hashes) == ("m", "hello", ("0f", "1e"))
+    assert (request.priority, request.cache_salt, request.dp_rank) == (2.0, "s", 3)
+    assert request.prefill_result == PrefillResult(disaggregated_params={"a": 1}, cached_tokens=5)
+    assert request.is_health_check
+
+
+def test_a_prefill_result_may_leave_everything_out() -> None:
+    assert parse_request({"token_ids": [1], "prefill_result": {}}).prefill_result == PrefillResult(disaggregated_params={})
