@@ -173,7 +173,7 @@ async def test_the_engines_events_reach_the_publisher_with_images(release: str, 
     publisher = Publisher()
     async with started(config) as (engine, info):
         assert instances()[-1].args.kv_cache_config.event_buffer_max_size == 100_000
-        engine.attach_kv_publisher(lambda rank: publisher)
+        assert engine.attach_kv_publisher(lambda rank: publisher)
         await generate(engine, ask_about([picture(224, 224)], placeholder="<image>", max_tokens=2))
         await asyncio.wait_for(publisher.told.wait(), 5)
     tokens, sizes, hashes, parent, media = publisher.stored[0]
@@ -209,7 +209,7 @@ async def test_no_events_without_the_flag_on_decode_or_without_reuse(
 ) -> None:
     made: list[int] = []
     async with started(engine_config(model_directory(tmp_path), role, **changes)) as (engine, _):
-        engine.attach_kv_publisher(lambda rank: made.append(rank))
+        assert not engine.attach_kv_publisher(lambda rank: made.append(rank))
         cache = instances()[-1].args.kv_cache_config
         assert cache is None or not cache.event_buffer_max_size
         assert made == []

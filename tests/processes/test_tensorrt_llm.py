@@ -13,9 +13,9 @@ import pytest
 
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from processes.cluster import Answer, Cluster
+from processes.cluster import Answer, Cluster, wait_until
 from processes.media import png
-from processes.topologies import deploy
+from processes.topologies import Deployment, deploy
 
 TESTS = Path(__file__).parents[1]
 ENGINE_ARGS = {
@@ -95,6 +95,28 @@ def test_every_topology_of_both_releases_gives_the_same_answers(
     assert all(text for text, *_ in here)
     assert here[2][2] > here[0][2]
     assert (refused.status, "guided decoding" in refused.message) == (400, True)
+
+
+def counted(deployment: Deployment, what: str) -> list[float]:
+    return [sum(v for name, v in worker.metrics().items() if what in name) for worker in deployment.all()]
+
+
+def test_the_kv_router_sends_a_prompt_to_the_worker_that_has_its_blocks(model: Path) -> None:
+    options = ("--engine", "tensorrt_llm", "--model-path", str(model), "--publish-events-and-metrics")
+    with Cluster(env={**environment("1.3.0rc29"), "DYN_ROUTER_MODE": "kv"}) as cluster:
+        deployment = deploy("agg", cluster, options=options, count=2)
+        words = "a red circle on a blue background. " * 20
+        answers = {cluster.complete(words, max_tokens=4).text}
+        wait_until(lambda: sum(counted(deployment, "kv_events_total")) > 0, "the first KV cache event", 30.0)
+        first = counted(deployment, "requests_total")
+        for _ in range(6):
+            answers.add(cluster.complete(words, max_tokens=4).text)
+        last = counted(deployment, "requests_total")
+        logs = [worker.text() for worker in deployment.all()]
+    assert len(answers) == 1
+    grown = [after - before for before, after in zip(first, last, strict=True)]
+    assert sorted(grown) == [0, 6]
+    assert not [log for log in logs if "could not be used" in log]
 
 
 def test_an_engine_that_dies_ends_the_worker_and_its_requests(model: Path) -> None:

@@ -264,8 +264,9 @@ class Engine(ABC):
         """Gauges for the metrics page, by their short names (`active_requests`, `waiting_requests`, `used_kv_blocks`, ...)."""
         return {}
 
-    def attach_kv_publisher(self, create: Callable[[int], Any]) -> None:  # noqa: B027
-        """Send KV cache events to publishers made by `create(dp_rank)`. Does nothing where the engine reports none."""
+    def attach_kv_publisher(self, create: Callable[[int], Any]) -> bool:
+        """Send KV cache events to publishers made by `create(dp_rank)`. False where the engine reports none."""
+        return False
 
     @abstractmethod
     async def close(self) -> None:

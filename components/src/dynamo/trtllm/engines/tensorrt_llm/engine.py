@@ -132,6 +132,7 @@ class TensorRTLLMEngine(Engine):
         self._llm: Any = None
         self._encoder_object: Any = None
         self._encoder: ImageEncoder | None = None
+        self._kv_events: events.KvEvents | None = None
         self._closed = False
 
     async def start(self) -> EngineInfo:
@@ -211,13 +212,16 @@ class TensorRTLLMEngine(Engine):
         self._watch.require_alive()
 
     def stats(self) -> Mapping[str, float]:
-        return {"active_requests": float(self._watch.active), **self._gauges}
+        published = {} if self._kv_events is None else {"kv_events_total": float(self._kv_events.published)}
+        return {"active_requests": float(self._watch.active), **self._gauges, **published}
 
-    def attach_kv_publisher(self, create: Callable[[int], events.KvPublisher]) -> None:
+    def attach_kv_publisher(self, create: Callable[[int], events.KvPublisher]) -> bool:
         wanted = self._config.publish_kv_events and self._config.role is not Role.DECODE
-        if self._llm is not None and wanted and arguments.events_enabled(self._args):
-            told = events.KvEvents(create, self._info.kv_block_size)
-            self._own(events.follow(self._llm.get_kv_cache_events_async, self._first_request, told.take))
+        if self._llm is None or not wanted or not arguments.events_enabled(self._args):
+            return False
+        self._kv_events = events.KvEvents(create, self._info.kv_block_size)
+        self._own(events.follow(self._llm.get_kv_cache_events_async, self._first_request, self._kv_events.take))
+        return True
 
     async def close(self) -> None:
         if self._closed:

@@ -62,6 +62,8 @@ class KvEvents:
         self._publishers: dict[int, KvPublisher] = {}
         self._windows: set[int] = set()
         self._partial: set[int] = set()
+        self.published = 0
+        """Events that were passed on."""
 
     def take(self, event: Mapping[str, Any]) -> None:
         data = event.get("data") or {}
@@ -75,6 +77,9 @@ class KvEvents:
             self._stored(publisher, data)
         elif data.get("type") == "removed":
             self._removed(publisher, data)
+        else:
+            return
+        self.published += 1
 
     def _publisher(self, rank: int) -> KvPublisher:
         if rank not in self._publishers:
