@@ -1,0 +1,191 @@
+"""Loading parts on this worker: limits before work, one computation per content, order kept, faults that name their part."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.config import Modality
+from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
+from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
+from dynamo.trtllm.multimodal.loader import MediaLoader, TokenBudget, nbytes
+from dynamo.trtllm.multimodal.parts import MediaPart
+from fakes import cancelled, outcome, until
+from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, ROOMY, GatedEngine, loader_over, parts, png_url, write_embeddings
+
+
+class Fetches:
+    """Counts what a loader fetches, and fetches it."""
+
+    def __init__(self, loader: MediaLoader) -> None:
+        self.count = 0
+        self._fetch_all = loader._fetcher.fetch_all
+        loader._fetcher.fetch_all = self  # type: ignore[method-assign, assignment]
+
+    async def __call__(self, items: Sequence[Any]) -> list[bytes]:
+        self.count += len(items)
+        return await self._fetch_all(items)
+
+
+@pytest.mark.asyncio
+async def test_pictures_become_embeddings_in_order() -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine)
+    one, two = await loader.load(parts(png_url(1), png_url(2)), ROOMY)
+    assert isinstance(one, EncodedImage)
+    assert isinstance(two, EncodedImage)
+    assert set(engine.encoded) == {one.digest, two.digest}
+    assert one.token_ids == (PLACEHOLDER,) * IMAGE_TOKENS
+    assert one.tensors["features"].shape == (IMAGE_TOKENS, HIDDEN)
+    assert one.digest != two.digest
+    await loader.close()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_encodes_itself_is_given_decoded_pictures() -> None:
+    engine = GatedEngine()
+    info = replace(await engine.start(), encodes_apart=False)
+    loader = await loader_over(engine, info=info)
+    (item,) = await loader.load(parts(png_url(7, size=3)), ROOMY)
+    assert isinstance(item, DecodedImage)
+    assert (item.image.size, item.image.getpixel((0, 0)), nbytes(item)) == ((3, 3), (7, 7, 7), 27)
+    assert engine.encoded == []
+
+
+@pytest.mark.asyncio
+async def test_pictures_and_embedding_files_mixed_keep_their_order(tmp_path: Path) -> None:
+    loader = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
+    three, five = write_embeddings(tmp_path, "a.pt", 3), write_embeddings(tmp_path, "b.pt", 5)
+    items = await loader.load(parts(three, png_url(1), five, png_url(2), three), ROOMY)
+    assert [len(item.token_ids) for item in items if isinstance(item, EncodedImage)] == [3, IMAGE_TOKENS, 5, IMAGE_TOKENS, 3]
+    assert items[0] is items[4]
+
+
+@pytest.mark.asyncio
+async def test_too_many_images_are_refused_before_any_is_fetched() -> None:
+    loader = await loader_over(GatedEngine(), max_images=2)
+    fetches = Fetches(loader)
+    with pytest.raises(LimitFault, match="the request holds 3 images; this worker takes at most 2"):
+        await loader.load(parts(png_url(1), png_url(2), png_url(3)), ROOMY)
+    assert fetches.count == 0
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_its_text_condemns_is_refused_before_any_is_fetched() -> None:
+    loader = await loader_over(GatedEngine())
+    fetches = Fetches(loader)
+    with pytest.raises(PartFault, match="image 2: url scheme 'ftp' is not supported"):
+        await loader.load(parts(png_url(1), "ftp://x/y"), ROOMY)
+    with pytest.raises(PartFault, match="audio 1: this worker takes images only, not audio"):
+        await loader.load([MediaPart(1, "audio", "https://x/y")], ROOMY)
+    assert fetches.count == 0
+
+
+@pytest.mark.asyncio
+async def test_a_text_worker_takes_no_images() -> None:
+    loader = await loader_over(GatedEngine(), Modality.TEXT)
+    with pytest.raises(PartFault, match="image 1: this worker serves a text model and takes no images"):
+        await loader.load(parts(png_url(1)), ROOMY)
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_too_long_with_its_images_is_refused_naming_both_counts_before_any_is_encoded() -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine)
+    both = parts(png_url(1), png_url(2))
+    with pytest.raises(LimitFault) as caught:
+        await loader.load(both, TokenBudget(7, 15))
+    assert caught.value.message == "the prompt has 15 tokens with its images; the context length is 15"
+    assert engine.encoded == []
+    assert len(await loader.load(both, TokenBudget(7, 16))) == 2
+
+
+def test_a_budget_without_media_says_so() -> None:
+    with pytest.raises(LimitFault) as caught:
+        TokenBudget(8, 8).check(0)
+    assert caught.value.message == "the prompt has 8 tokens; the context length is 8"
+    TokenBudget(7, 8).check(0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("bad", ["data:image/png;base64," + base64.b64encode(b"no picture").decode(), "data:image/png,"])
+async def test_one_bad_part_is_named_and_none_of_the_others_is_encoded(bad: str) -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine)
+    with pytest.raises(PartFault) as caught:
+        await loader.load(parts(png_url(1), png_url(2), bad), ROOMY)
+    assert caught.value.position == 3
+    assert engine.encoded == []
+
+
+@pytest.mark.asyncio
+async def test_embeddings_that_do_not_fit_the_model_name_their_part(tmp_path: Path) -> None:
+    loader = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
+    import torch
+
+    torch.save(torch.ones(2, 5), tmp_path / "wide.pt")
+    with pytest.raises(PartFault) as caught:
+        await loader.load(parts(png_url(1), f"file://{tmp_path / 'wide.pt'}"), ROOMY)
+    assert caught.value.message == "image 2: embeddings must be [tokens, 8] for this model, not [2, 5]"
+
+
+@pytest.mark.asyncio
+async def test_a_missing_file_does_not_name_the_servers_path(tmp_path: Path) -> None:
+    loader = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
+    with pytest.raises(PartFault) as caught:
+        await loader.load(parts(f"file://{tmp_path / 'none.pt'}"), ROOMY)
+    assert caught.value.message == "image 1: not a readable file inside the allowed directory"
+
+
+@pytest.mark.asyncio
+async def test_the_same_picture_is_encoded_once_at_a_time_and_then_kept() -> None:
+    engine = GatedEngine()
+    engine.gate = asyncio.Event()
+    loader = await loader_over(engine)
+    first = asyncio.create_task(loader.load(parts(png_url(1)), ROOMY))
+    await engine.encoding.wait()
+    second = asyncio.create_task(loader.load(parts(png_url(1), png_url(1)), ROOMY))
+    await until(lambda: loader.stats()["cache_hits"] == 2)
+    engine.gate.set()
+    (kept,) = await first
+    assert await second == [kept, kept]
+    assert await loader.load(parts(png_url(1)), ROOMY) == [kept]
+    assert len(engine.encoded) == 1
+    assert loader.stats()["cache_misses"] == 1
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_does_not_take_the_picture_from_another() -> None:
+    engine = GatedEngine()
+    engine.gate = asyncio.Event()
+    loader = await loader_over(engine)
+    leaving = asyncio.create_task(loader.load(parts(png_url(1)), ROOMY))
+    await engine.encoding.wait()
+    staying = asyncio.create_task(loader.load(parts(png_url(1)), ROOMY))
+    await until(lambda: loader.stats()["cache_hits"] == 1)
+    await cancelled(leaving)
+    engine.gate.set()
+    assert len(await staying) == 1
+    assert len(engine.encoded) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_failure_is_not_kept_in_the_cache() -> None:
+    class Failing(GatedEngine):
+        async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+            if not self.encoded:
+                self.encoded.append("failed")
+                raise ClientFault("no")
+            return await super().encode(images)
+
+    loader = await loader_over(Failing())
+    error = await outcome(loader.load(parts(png_url(1)), ROOMY))
+    assert isinstance(error, PartFault)
+    assert error.message == "image 1: no"
+    assert len(await loader.load(parts(png_url(1)), ROOMY)) == 1

@@ -1,0 +1,174 @@
+"""From a request to its prompt: placeholders become expansions in order, and what does not fit is refused first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.config import EngineConfig, EngineKind
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.engines.double import DoubleEngine
+from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, EngineInfo, PlacedMedia, Prompt
+from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
+from dynamo.trtllm.multimodal.loader import MediaItem, TokenBudget
+from dynamo.trtllm.multimodal.parts import MediaPart
+from dynamo.trtllm.multimodal_processor import MultimodalProcessor, expand
+from dynamo.trtllm.request import Request, parse_request
+from fakes import FakeContext, raw_request
+from media_parts import IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
+
+
+class Source:
+    """A media source with ready items; `asked` holds what it was asked for."""
+
+    def __init__(self, *items: MediaItem) -> None:
+        self.items = list(items)
+        self.asked: list[tuple[Sequence[MediaPart], TokenBudget, Context | None]] = []
+        self.closed = False
+
+    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
+        self.asked.append((parts, budget, context))
+        return self.items
+
+    def stats(self) -> Mapping[str, float]:
+        return {"loads": len(self.asked)}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def image(digest: str, *token_ids: int) -> EncodedImage:
+    return EncodedImage(digest, {}, token_ids)
+
+
+def info(context_length: int = 100, placeholder: int | None = PLACEHOLDER) -> EngineInfo:
+    return EngineInfo(
+        context_length=context_length,
+        kv_block_size=32,
+        total_kv_blocks=None,
+        max_num_seqs=1,
+        max_num_batched_tokens=100,
+        image_placeholder_id=placeholder,
+        encodes_apart=True,
+    )
+
+
+def request(*token_ids: int, urls: Sequence[str] = (), **options: Any) -> Request:
+    return parse_request(raw_request(*token_ids, images=tuple(urls), **options))
+
+
+def test_each_placeholder_becomes_its_own_images_tokens_in_order() -> None:
+    a, b = image("a", 50, 51), image("b", 60)
+    assert expand((1, PLACEHOLDER, 2, PLACEHOLDER, 3), PLACEHOLDER, [a, b], "text") == Prompt(
+        (1, 50, 51, 2, 60, 3), (PlacedMedia(a, 1, 2), PlacedMedia(b, 4, 1)), "text"
+    )
+
+
+def test_an_expansion_that_holds_the_placeholder_itself_is_not_expanded_again() -> None:
+    a, b = image("a", PLACEHOLDER, PLACEHOLDER), image("b", PLACEHOLDER)
+    prompt = expand((PLACEHOLDER, PLACEHOLDER), PLACEHOLDER, [a, b])
+    assert prompt.token_ids == (PLACEHOLDER,) * 3
+    assert [(each.item.digest, each.start, each.length) for each in prompt.media] == [("a", 0, 2), ("b", 2, 1)]
+
+
+def test_a_decoded_image_keeps_its_placeholder() -> None:
+    from PIL import Image
+
+    decoded = DecodedImage("d", Image.new("RGB", (1, 1)))
+    assert expand((1, PLACEHOLDER), PLACEHOLDER, [decoded]) == Prompt((1, PLACEHOLDER), (PlacedMedia(decoded, 1, 1),))
+
+
+@pytest.mark.asyncio
+async def test_a_request_without_media_asks_no_source() -> None:
+    source = Source()
+    assert await MultimodalProcessor(info(), source).prepare(request(1, 2)) == Prompt((1, 2))
+    assert source.asked == []
+
+
+@pytest.mark.asyncio
+async def test_the_source_is_told_how_much_of_the_context_the_text_takes() -> None:
+    source, context = Source(image("a", 5, 6), image("b", 7)), FakeContext()
+    asked = request(1, PLACEHOLDER, 2, PLACEHOLDER, urls=["u", "v"], extra_args={"formatted_prompt": "hi"})
+    prompt = await MultimodalProcessor(info(), source).prepare(asked, context)
+    assert (prompt.token_ids, prompt.text) == ((1, 5, 6, 2, 7), "hi")
+    assert source.asked == [(asked.media, TokenBudget(2, 100), context)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("token_ids", "urls", "places"),
+    [((1, PLACEHOLDER), [], 1), ((1, PLACEHOLDER, PLACEHOLDER), ["u"], 2), ((1, 2), ["u"], 0)],
+    ids=["literal alone", "literal beside an image", "none for an image"],
+)
+async def test_placeholders_and_images_must_be_as_many(token_ids: tuple[int, ...], urls: list[str], places: int) -> None:
+    source = Source()
+    with pytest.raises(ClientFault) as caught:
+        await MultimodalProcessor(info(), source).prepare(request(*token_ids, urls=urls))
+    assert caught.value.message == (
+        f"the prompt has {places} image placeholders for {len(urls)} images; the text must not contain the model's placeholder"
+    )
+    assert source.asked == []
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_is_too_long_already_is_refused_before_the_source_is_asked() -> None:
+    source = Source()
+    with pytest.raises(LimitFault) as caught:
+        await MultimodalProcessor(info(3), source).prepare(request(1, 2, PLACEHOLDER, urls=["u"]))
+    assert caught.value.message == "the prompt has 3 tokens with its images; the context length is 3"
+    with pytest.raises(LimitFault) as caught:
+        await MultimodalProcessor(info(3), source).prepare(request(1, 2, 3))
+    assert caught.value.message == "the prompt has 3 tokens; the context length is 3"
+    assert source.asked == []
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_its_images_make_too_long_is_refused_naming_both_counts() -> None:
+    source = Source(image("a", *range(10, 18)))
+    with pytest.raises(LimitFault) as caught:
+        await MultimodalProcessor(info(10), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))
+    assert caught.value.message == "the prompt has 10 tokens with its images; the context length is 10"
+    assert len((await MultimodalProcessor(info(11), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))).token_ids) == 10
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
+async def test_an_engine_without_images_refuses_media_before_any_is_fetched(kind: str) -> None:
+    source = Source()
+    raw = {"token_ids": [1], "multi_modal_data": {kind: [{"Url": "u"}]}}
+    with pytest.raises(PartFault) as caught:
+        await MultimodalProcessor(info(placeholder=None), source).prepare(parse_request(raw))
+    assert caught.value.message == f"{kind.removesuffix('_url')} 1: this worker serves a text model and takes no images"
+    assert source.asked == []
+
+
+@pytest.mark.asyncio
+async def test_pictures_and_embedding_files_are_placed_where_they_were_sent(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine, allowed_local_path=tmp_path)
+    processor = MultimodalProcessor(await engine.start(), loader)
+    urls = [png_url(1), write_embeddings(tmp_path, "e.pt", 2), png_url(2)]
+    prompt = await processor.prepare(request(1, PLACEHOLDER, 2, PLACEHOLDER, PLACEHOLDER, 3, urls=urls))
+    assert prompt.token_ids == (1, *[PLACEHOLDER] * IMAGE_TOKENS, 2, *[PLACEHOLDER] * (2 + IMAGE_TOKENS), 3)
+    assert [(each.start, each.length) for each in prompt.media] == [(1, 4), (6, 2), (8, 4)]
+    assert len({each.item.digest for each in prompt.media}) == 3
+    assert processor.stats()["cache_entries"] == 3
+    await processor.close()
+
+
+@pytest.mark.asyncio
+async def test_closing_the_processor_closes_its_source() -> None:
+    source = Source()
+    processor = MultimodalProcessor(info(), source)
+    assert processor.stats() == {"loads": 0}
+    await processor.close()
+    assert source.closed
+
+
+@pytest.mark.asyncio
+async def test_the_double_without_a_placeholder_is_such_an_engine() -> None:
+    engine = DoubleEngine(EngineConfig(kind=EngineKind.DOUBLE))
+    assert (await engine.start()).image_placeholder_id is None
