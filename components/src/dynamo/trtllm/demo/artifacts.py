@@ -112,6 +112,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "pad_token_id": ids[END_OF_TEXT],
         "image_token_id": ids[IMAGE_PAD],
         "video_token_id": ids[VIDEO_PAD],
+        "vision_token_id": ids[IMAGE_PAD],
         "vision_start_token_id": ids[VISION_START],
         "vision_end_token_id": ids[VISION_END],
         "vision_config": {
