@@ -1,0 +1,336 @@
+"""Media from encode workers: whom it asks, what it does when one is gone or late, and that no offer is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from dynamo.llm import exceptions as dynamo
+
+from dynamo.trtllm.config import MediaConfig, PeerConfig, TransferConfig
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.engines.port import EncodedImage
+from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, PeerFault, PeerTimeout, PeerUnavailable
+from dynamo.trtllm.multimodal import remote as module
+from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
+from dynamo.trtllm.multimodal.parts import MediaPart
+from dynamo.trtllm.multimodal.remote import RemoteEncoder
+from dynamo.trtllm.peers import PeerClient
+from dynamo.trtllm.request_handlers.encode import EncodeHandler
+from dynamo.trtllm.transfer.local import LocalTransfer
+from fakes import Answer, FakeClient, FakeContext, cancelled, replies, served_by, until
+from media_parts import HIDDEN, IMAGE_TOKENS, ROOMY, GatedEngine, loader_over, parts, png_url, write_embeddings
+
+LONG_S = 60.0
+
+
+class Cluster:
+    """Encode workers in this process, all with one kind of engine, and the reading end of their transfers."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.client = FakeClient({})
+        self.engines: dict[int, GatedEngine] = {}
+        self.senders: dict[int, LocalTransfer] = {}
+
+    async def transfer(self) -> LocalTransfer:
+        transfer = LocalTransfer(pool_bytes=1 << 20)
+        await transfer.start()
+        self._stack.push_async_callback(transfer.close)
+        return transfer
+
+    async def add(self, instance: int, **media: Any) -> None:
+        engine = GatedEngine()
+        loader = await loader_over(engine, **media)
+        transfer = await self.transfer()
+        handler = EncodeHandler(engine, await engine.start(), loader, transfer, TransferConfig())
+        self.engines[instance], self.senders[instance] = engine, transfer
+        self.client.answers[instance] = served_by(handler)
+
+    async def encoder(self, *, timeout_s: float = LONG_S, fallback: MediaLoader | None = None, **media: Any) -> RemoteEncoder:
+        self.reader = await self.transfer()
+        client = PeerClient(self.client, "encode")
+        return RemoteEncoder(client, self.reader, PeerConfig(timeout_s=timeout_s), MediaConfig(**media), fallback)
+
+    def encoded(self) -> dict[int, int]:
+        return {instance: len(engine.encoded) for instance, engine in self.engines.items()}
+
+    def assert_nothing_held(self) -> None:
+        assert self.reader.stats().pool_used_bytes == 0
+        for sender in self.senders.values():
+            assert (sender.stats().open_offers, sender.stats().pool_used_bytes) == (0, 0)
+
+
+@pytest_asyncio.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        yield Cluster(stack)
+
+
+def encoder_over(client: FakeClient, **options: Any) -> RemoteEncoder:
+    """An encoder that never gets as far as reading."""
+    config = PeerConfig(timeout_s=options.pop("timeout_s", LONG_S))
+    return RemoteEncoder(PeerClient(client, "encode"), LocalTransfer(), config, MediaConfig(**options), None)
+
+
+@pytest.mark.asyncio
+async def test_embeddings_arrive_as_the_encode_worker_made_them_and_nothing_stays_held(cluster: Cluster, tmp_path: Path) -> None:
+    await cluster.add(1, allowed_local_path=tmp_path)
+    encoder = await cluster.encoder()
+    file = write_embeddings(tmp_path, "e.pt", 3, value=2.5)
+    here = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
+    urls = [png_url(1), file, png_url(2)]
+    got, expected = await encoder.load(parts(*urls), ROOMY, FakeContext()), await here.load(parts(*urls), ROOMY)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert isinstance(ours, EncodedImage)
+        assert isinstance(theirs, EncodedImage)
+        assert (ours.digest, ours.token_ids, ours.extras) == (theirs.digest, theirs.token_ids, theirs.extras)
+        assert ours.tensors["features"].equal(theirs.tensors["features"])
+    assert [len(item.token_ids) for item in got if isinstance(item, EncodedImage)] == [IMAGE_TOKENS, 3, IMAGE_TOKENS]
+    assert got[0].tensors["features"].shape == (IMAGE_TOKENS, HIDDEN)  # type: ignore[union-attr]
+    cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_a_picture_goes_to_one_instance_and_a_leaving_one_moves_only_its_own() -> None:
+    client = FakeClient(dict.fromkeys((11, 22, 33), replies()))
+    encoder = encoder_over(client)
+    references = [f"https://x/{i}.png" for i in range(300)]
+    before = {each: encoder._candidates(each) for each in references}
+    assert before == {each: encoder._candidates(each) for each in references}
+    assert all(sorted(order) == [11, 22, 33] for order in before.values())
+    share = {instance: sum(order[0] == instance for order in before.values()) for instance in (11, 22, 33)}
+    assert min(share.values()) > 60
+    del client.answers[22]
+    for each, order in before.items():
+        assert encoder._candidates(each) == [instance for instance in order if instance != 22]
+
+
+@pytest.mark.asyncio
+async def test_any_text_is_a_reference() -> None:
+    assert encoder_over(FakeClient({1: replies()}))._candidates("https://x/\ud800\udcff") == [1]
+
+
+@pytest.mark.asyncio
+async def test_an_instance_with_much_more_than_its_share_comes_last() -> None:
+    encoder = encoder_over(FakeClient(dict.fromkeys((1, 2, 3), replies())))
+    order = encoder._candidates("https://x/y.png")
+    encoder._load[order[0]] = 12
+    assert encoder._candidates("https://x/y.png") == order
+    encoder._load[order[0]] = 13
+    assert encoder._candidates("https://x/y.png") == [*order[1:], order[0]]
+
+
+@pytest.mark.asyncio
+async def test_calls_under_way_are_counted_and_forgotten(cluster: Cluster) -> None:
+    await cluster.add(1)
+    cluster.engines[1].gate = asyncio.Event()
+    encoder = await cluster.encoder()
+    loading = asyncio.create_task(encoder.load(parts(png_url(1), png_url(2)), ROOMY, FakeContext()))
+    await until(lambda: encoder.stats()["encode_calls"] == 2)
+    await cluster.engines[1].encoding.wait()
+    cluster.engines[1].gate.set()
+    await loading
+    assert encoder.stats()["encode_calls"] == 0
+    assert not encoder._load
+
+
+@pytest.mark.asyncio
+async def test_a_dead_instance_costs_one_retry_on_the_next(cluster: Cluster) -> None:
+    await cluster.add(1)
+    await cluster.add(2)
+    encoder = await cluster.encoder()
+    first, second = encoder._candidates(png_url(1))
+    cluster.client.answers[first] = replies(ValueError("Unavailable: tcp://10.0.0.1:9"))
+    assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
+    assert cluster.client.calls == [first, second]
+    assert encoder.stats()["encode_retries_total"] == 1
+    cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_two_dead_instances_are_a_503_without_a_third_try() -> None:
+    client = FakeClient(dict.fromkeys((1, 2, 3), replies(ValueError("Unavailable: x"))))
+    with pytest.raises(PeerUnavailable, match="the encode worker is not reachable"):
+        await encoder_over(client).load(parts(png_url(1)), ROOMY, FakeContext())
+    assert len(set(client.calls)) == len(client.calls) == 2
+
+
+@pytest.mark.asyncio
+async def test_without_any_instance_it_is_a_503() -> None:
+    with pytest.raises(PeerUnavailable, match="no encode worker is available"):
+        await encoder_over(FakeClient({})).load(parts(png_url(1)), ROOMY, FakeContext())
+
+
+@pytest.mark.asyncio
+async def test_the_deadline_is_split_over_two_tries_and_whole_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    async def call(self: PeerClient, request: Any, instance: int, context: Any, timeout_s: float) -> Mapping[str, Any]:
+        given.append(timeout_s)
+        raise PeerTimeout("late")
+
+    monkeypatch.setattr(PeerClient, "call", call)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 0.0)
+    for count in (3, 1):
+        encoder = encoder_over(FakeClient(dict.fromkeys(range(count), replies())), timeout_s=10.0)
+        with pytest.raises(PeerTimeout):
+            await encoder.load(parts(png_url(1)), ROOMY, FakeContext())
+    assert given == [5.0, 10.0, 10.0]
+
+
+@pytest.mark.asyncio
+async def test_a_fault_of_the_client_arrives_in_the_encoders_words_and_is_not_tried_again(cluster: Cluster) -> None:
+    await cluster.add(1)
+    await cluster.add(2)
+    encoder = await cluster.encoder()
+    with pytest.raises(ClientFault) as caught:
+        await encoder.load(parts(png_url(1), "data:image/png;base64,AAAA"), ROOMY, FakeContext())
+    assert caught.value.message.startswith("image 2: ")
+    assert len(cluster.client.calls) == 2
+    await until(lambda: not any(s.stats().open_offers for s in cluster.senders.values()))
+    assert cluster.reader.stats().pool_used_bytes == 0
+
+
+@pytest.mark.asyncio
+async def test_what_no_encode_worker_takes_is_refused_before_any_is_asked() -> None:
+    client = FakeClient({1: replies()})
+    encoder = encoder_over(client, max_images=2)
+    with pytest.raises(LimitFault, match="the request holds 3 images; this worker takes at most 2"):
+        await encoder.load(parts("a", "b", "c"), ROOMY)
+    with pytest.raises(PartFault, match="video 1: this worker takes images only, not video"):
+        await encoder.load([MediaPart(1, "video", "https://x")], ROOMY)
+    with pytest.raises(PartFault, match="image 1: its url is missing or not a string"):
+        await encoder.load(parts(5), ROOMY)
+    assert client.calls == []
+
+
+@pytest.mark.asyncio
+async def test_an_image_too_long_for_the_context_is_refused_by_the_encode_worker_before_encoding(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    with pytest.raises(ClientFault, match="the prompt has 12 tokens with its images; the context length is 12"):
+        await encoder.load(parts(png_url(1)), TokenBudget(8, 12), FakeContext())
+    assert cluster.encoded() == {1: 0}
+
+
+@pytest.mark.asyncio
+async def test_what_was_read_is_kept_and_a_second_offer_of_it_is_discarded_unread(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    (first,) = await encoder.load(parts(png_url(1)), ROOMY, FakeContext())
+    (second,) = await encoder.load(parts(png_url(1)), ROOMY, FakeContext())
+    assert second is first
+    assert cluster.reader.stats().fetches_total == 1
+    assert cluster.senders[1].stats().acknowledged_total == 2
+    assert cluster.encoded() == {1: 1}
+    cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_the_same_picture_twice_in_a_request_is_read_once(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    one, two = await encoder.load(parts(png_url(1), png_url(1)), ROOMY, FakeContext())
+    assert one is two
+    assert cluster.reader.stats().fetches_total == 1
+    cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_without_a_cache_everything_is_read(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder(cache_bytes=0)
+    for _ in range(2):
+        await encoder.load(parts(png_url(1)), ROOMY, FakeContext())
+    assert cluster.reader.stats().fetches_total == 2
+    cluster.assert_nothing_held()
+
+
+class Fallback:
+    """A loader that counts."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.closed = False
+
+    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
+        self.loads += 1
+        return []
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.asyncio
+async def test_the_fallback_encodes_while_no_encode_worker_lives_or_is_reachable(cluster: Cluster) -> None:
+    fallback: Any = Fallback()
+    encoder = await cluster.encoder(fallback=fallback)
+    assert await encoder.load(parts(png_url(1)), ROOMY, FakeContext()) == []
+    cluster.client.answers[1] = replies(dynamo.CannotConnect("10.0.0.1"))
+    assert await encoder.load(parts(png_url(1)), ROOMY, FakeContext()) == []
+    assert fallback.loads == 2
+    await cluster.add(1)
+    assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
+    assert fallback.loads == 2
+    await encoder.close()
+    assert fallback.closed
+
+
+@pytest.mark.asyncio
+async def test_the_fallback_does_not_hide_a_late_encode_worker(cluster: Cluster) -> None:
+    fallback: Any = Fallback()
+    encoder = await cluster.encoder(fallback=fallback)
+    cluster.client.answers[1] = replies(dynamo.ConnectionTimeout("late"))
+    with pytest.raises(PeerTimeout):
+        await encoder.load(parts(png_url(1)), ROOMY, FakeContext())
+    assert fallback.loads == 0
+
+
+@pytest.mark.asyncio
+async def test_leaving_stops_the_encode_worker_and_leaves_nothing_held(cluster: Cluster) -> None:
+    await cluster.add(1)
+    cluster.engines[1].gate = asyncio.Event()
+    encoder, context = await cluster.encoder(), FakeContext()
+    loading = asyncio.create_task(encoder.load(parts(png_url(1), png_url(2)), ROOMY, context))
+    await cluster.engines[1].encoding.wait()
+    await cancelled(loading)
+    await until(lambda: all(child.is_stopped() for child in context.children))
+    assert len(context.children) == 2
+    await until(lambda: not encoder._load)
+    cluster.engines[1].gate.set()
+    cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_a_reply_for_another_number_of_images_is_a_peers_fault() -> None:
+    client = FakeClient({1: replies({"schema_version": 1, "items": []})})
+    with pytest.raises(PeerFault, match="the encode worker answered for another number of images"):
+        await encoder_over(client).load(parts(png_url(1)), ROOMY, FakeContext())
+
+
+@pytest.mark.asyncio
+async def test_an_offer_that_is_gone_costs_a_retry_on_the_next_instance(cluster: Cluster) -> None:
+    await cluster.add(1)
+    await cluster.add(2)
+    encoder = await cluster.encoder()
+    first, second = encoder._candidates(png_url(1))
+    cluster.client.answers[first] = forgetful(cluster.client.answers[first], cluster.senders[first])
+    assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
+    assert cluster.client.calls == [first, second]
+
+
+def forgetful(answer: Answer, sender: LocalTransfer) -> Answer:
+    """An instance whose process ends right after its reply."""
+
+    async def wrapped(request: Mapping[str, Any], context: FakeContext | None) -> AsyncGenerator[Any, None]:
+        async for item in answer(request, context):
+            yield item
+        await sender.close()
+
+    return wrapped

@@ -1,0 +1,174 @@
+"""The encode role: replies in order, refusals before work, and no offer left for a reply that did not leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from dynamo.trtllm.config import TransferConfig
+from dynamo.trtllm.egress import Egress
+from dynamo.trtllm.errors import EngineDead, EngineFault, LimitFault, Overloaded, PartFault, PeerFault
+from dynamo.trtllm.messages import EncodeItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.request_handlers.encode import EncodeHandler
+from dynamo.trtllm.transfer.local import LocalTransfer
+from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, until
+from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
+from request_handlers.topology import start_transfer
+
+
+@dataclass
+class Worker:
+    engine: GatedEngine
+    transfer: LocalTransfer
+    handler: EncodeHandler
+
+    async def reply(self, raw: dict[str, Any]) -> EncodeReply:
+        (chunk,) = await collect(self.handler.generate(raw, FakeContext()))
+        return EncodeReply.parse(chunk, "encode")
+
+
+@pytest_asyncio.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+async def start(stack: AsyncExitStack, transfer: dict[str, Any] | None = None, **media: Any) -> Worker:
+    engine = GatedEngine()
+    info = await engine.start()
+    ours = await start_transfer(stack, **(transfer or {}))
+    return Worker(engine, ours, EncodeHandler(engine, info, await loader_over(engine, **media), ours, TransferConfig()))
+
+
+def asking(*urls: str, text_tokens: int = 1, context_length: int = 1000, first: int = 1) -> dict[str, Any]:
+    items = tuple(EncodeItem(position=first + at, url=url) for at, url in enumerate(urls))
+    return EncodeRequest(items=items, text_tokens=text_tokens, context_length=context_length).model_dump(mode="json")
+
+
+@pytest.mark.asyncio
+async def test_the_reply_describes_each_item_in_order_and_its_tensors_can_be_read(stack: AsyncExitStack, tmp_path: Path) -> None:
+    worker = await start(stack, allowed_local_path=tmp_path)
+    reply = await worker.reply(asking(png_url(1), write_embeddings(tmp_path, "e.pt", 3, value=2.5), png_url(1)))
+    assert [item.token_ids for item in reply.items] == [(PLACEHOLDER,) * count for count in (IMAGE_TOKENS, 3, IMAGE_TOKENS)]
+    assert reply.items[0].digest == reply.items[2].digest
+    assert len(worker.engine.encoded) == 1
+    assert worker.transfer.stats().open_offers == 3
+    reader = await start_transfer(stack)
+    async with await reader.fetch(reply.items[1].transfer, 10.0) as received:
+        assert received.tensors["features"].tolist() == [[2.5] * HIDDEN] * 3
+    assert worker.transfer.stats().open_offers == 2
+
+
+@pytest.mark.asyncio
+async def test_a_fault_names_the_part_by_the_position_in_the_callers_request(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    with pytest.raises(PartFault, match="image 4: its data URL is empty"):
+        await worker.reply(asking("data:image/png,", first=4))
+
+
+@pytest.mark.asyncio
+async def test_what_would_not_fit_the_context_is_refused_before_encoding(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    with pytest.raises(LimitFault, match="the prompt has 12 tokens with its images; the context length is 12"):
+        await worker.reply(asking(png_url(1), text_tokens=8, context_length=12))
+    assert worker.engine.encoded == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("raw", [{"token_ids": [1]}, {"schema_version": 2, "items": []}, {**asking("u"), "more": 1}])
+async def test_a_call_of_another_release_is_refused(stack: AsyncExitStack, raw: dict[str, Any]) -> None:
+    worker = await start(stack)
+    with pytest.raises(PeerFault, match="the calling worker speaks another schema than this one"):
+        await worker.reply(raw)
+
+
+@pytest.mark.asyncio
+async def test_a_health_check_asks_the_engine_and_offers_nothing(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    raw = {"_HEALTH_CHECK": True, "items": []}
+    assert await collect(worker.handler.generate(raw, FakeContext())) == [{"token_ids": [], "finish_reason": "stop"}]
+    await worker.engine.close()
+    assert type(await outcome(collect(worker.handler.generate(raw, FakeContext())))) is EngineDead
+    assert worker.transfer.stats().offers_total == 0
+
+
+@pytest.mark.asyncio
+async def test_a_reply_that_its_caller_no_longer_takes_withdraws_its_offers(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    egress = Egress(worker.handler, on_dead=ignore_death)
+    raw = asking(png_url(1), png_url(2))
+    raised = await outcome(collect(egress.serve(raw, FakeContext(), response_sender=FakeSender(fails_at=0))))
+    assert type(raised).__name__ == "Cancelled"
+    assert (worker.transfer.stats().offers_total, worker.transfer.stats().open_offers) == (2, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_reply_that_was_taken_keeps_its_offers(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    egress, sender = Egress(worker.handler, on_dead=ignore_death), FakeSender()
+    await collect(egress.serve(asking(png_url(1)), FakeContext(), response_sender=sender))
+    assert (len(sender.chunks), worker.transfer.stats().open_offers) == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_an_offer_without_room_withdraws_those_before_it(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    offer, made = worker.transfer.offer, []
+
+    async def once(*args: Any) -> Any:
+        if made:
+            raise Overloaded("no room")
+        made.append(await offer(*args))
+        return made[0]
+
+    worker.transfer.offer = once  # type: ignore[method-assign]
+    with pytest.raises(Overloaded, match="no room"):
+        await worker.reply(asking(png_url(1), png_url(2)))
+    assert worker.transfer.stats().open_offers == 0
+
+
+@pytest.mark.asyncio
+async def test_a_caller_that_leaves_while_an_offer_waits_for_room_leaves_none(stack: AsyncExitStack) -> None:
+    worker = await start(stack, {"pool_bytes": 1536})
+    running = asyncio.create_task(worker.reply(asking(*[png_url(shade) for shade in range(4)])))
+    await until(lambda: worker.transfer.stats().waiting_offers == 1)
+    assert worker.transfer.stats().open_offers > 0
+    await cancelled(running)
+    assert (worker.transfer.stats().open_offers, worker.transfer.stats().waiting_offers) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_caller_that_leaves_during_encoding_leaves_nothing(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    worker.engine.gate = asyncio.Event()
+    running = asyncio.create_task(worker.reply(asking(png_url(1))))
+    await worker.engine.encoding.wait()
+    await cancelled(running)
+    assert worker.transfer.stats().offers_total == 0
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_does_not_encode_apart_is_a_fault_of_ours(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    worker.handler._loader._encodes = False
+    with pytest.raises(EngineFault, match="the encode worker's engine does not encode apart"):
+        await worker.reply(asking(png_url(1)))
+
+
+@pytest.mark.asyncio
+async def test_the_role_is_drained_when_its_offers_are_read_and_shows_them_meanwhile(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    reply = await worker.reply(asking(png_url(1)))
+    assert worker.handler.stats()["transfer_open_offers"] == 1
+    assert worker.handler.stats()["cache_misses"] == 1
+    draining = asyncio.create_task(worker.handler.drained())
+    await (await start_transfer(stack)).fetch(reply.items[0].transfer, 10.0, copy=True)
+    await draining
+    await worker.handler.close()

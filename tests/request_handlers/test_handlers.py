@@ -1,0 +1,205 @@
+"""The factory: each role's handler with what it needs started, and nothing left running when building one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.config import Modality, ModelConfig, PeerConfig, Role, TransferConfig, WorkerConfig
+from dynamo.trtllm.engines.port import Step, StepLogprobs, TokenLogprob, Usage
+from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.multimodal.loader import MediaLoader
+from dynamo.trtllm.multimodal.remote import RemoteEncoder
+from dynamo.trtllm.request_handlers import handlers
+from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
+from dynamo.trtllm.request_handlers.decode import DecodeHandler
+from dynamo.trtllm.request_handlers.encode import EncodeHandler
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, to_chunk
+from dynamo.trtllm.request_handlers.handlers import create_handler
+from dynamo.trtllm.request_handlers.prefill import PrefillHandler
+from dynamo.trtllm.transfer.local import LocalTransfer
+from fakes import FakeClient, FakeContext, collect, raw_request
+from media_parts import PLACEHOLDER, GatedEngine, png_url
+
+ENCODE = "dyn://dynamo.tensorrt_llm_encode.generate"
+
+
+class Endpoint:
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    async def client(self) -> FakeClient:
+        if self._fails:
+            raise StartupError("no such endpoint")
+        return FakeClient({})
+
+
+class Runtime:
+    """Dynamo's runtime as far as a factory uses it; `asked` holds the endpoints."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.asked: list[str] = []
+        self._fails = fails
+
+    def endpoint(self, name: str) -> Endpoint:
+        self.asked.append(name)
+        return Endpoint(self._fails)
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[LocalTransfer]:
+    """The transfers that the factory starts, in this process instead of over NIXL."""
+    made: list[LocalTransfer] = []
+
+    async def start(config: TransferConfig) -> LocalTransfer:
+        made.append(LocalTransfer(pool_bytes=1 << 16, time_to_live_s=config.time_to_live_s))
+        await made[-1].start()
+        return made[-1]
+
+    monkeypatch.setattr(handlers, "_start_transfer", start)
+    return made
+
+
+def config(role: Role, **peers: Any) -> WorkerConfig:
+    return WorkerConfig(role=role, model=ModelConfig(modality=Modality.MULTIMODAL), peers=PeerConfig(**peers))
+
+
+async def create(
+    role: Role, runtime: Runtime | None = None, *, extras: dict[str, Any] | None = None, **peers: Any
+) -> HandlerBase:
+    engine = GatedEngine()
+    info = replace(await engine.start(), extras=extras or {})
+    return await create_handler(config(role, **peers), engine, info, runtime or Runtime())
+
+
+def source(handler: Any) -> object:
+    return handler._processor._media
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("role", "peers", "kind", "started", "asked"),
+    [
+        (Role.AGGREGATED, {}, AggregatedHandler, 0, []),
+        (Role.AGGREGATED, {"encode_endpoint": ENCODE}, AggregatedHandler, 1, [ENCODE]),
+        (Role.PREFILL, {}, PrefillHandler, 1, []),
+        (Role.PREFILL, {"encode_endpoint": ENCODE}, PrefillHandler, 1, [ENCODE]),
+        (Role.DECODE, {}, DecodeHandler, 1, ["dyn://dynamo.prefill.generate"]),
+        (Role.ENCODE, {}, EncodeHandler, 1, []),
+    ],
+)
+async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
+    transfers: list[LocalTransfer], role: Role, peers: dict[str, Any], kind: type[HandlerBase], started: int, asked: list[str]
+) -> None:
+    runtime = Runtime()
+    handler = await create(role, runtime, **peers)
+    assert type(handler) is kind
+    assert (len(transfers), runtime.asked) == (started, asked)
+    if kind in (AggregatedHandler, PrefillHandler):
+        assert type(source(handler)) is (RemoteEncoder if peers else MediaLoader)
+    await handler.drained()
+    await handler.close()
+    assert all(transfer._housekeeper is None for transfer in transfers)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fallback", [True, False])
+async def test_the_fallback_is_built_only_where_it_was_asked_for(transfers: list[LocalTransfer], fallback: bool) -> None:
+    handler = await create(Role.PREFILL, encode_endpoint=ENCODE, encode_fallback=fallback)
+    assert (source(handler)._fallback is not None) == fallback  # type: ignore[attr-defined]
+    await handler.close()
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_is_not_encoded_apart_loads_its_media_where_the_prompt_is(transfers: list[LocalTransfer]) -> None:
+    runtime = Runtime()
+    handler = await create(Role.PREFILL, runtime, extras={"images_encoded_apart": False}, encode_endpoint=ENCODE)
+    assert type(source(handler)) is MediaLoader
+    assert runtime.asked == []
+    await handler.close()
+
+
+@pytest.mark.asyncio
+async def test_an_encode_worker_without_an_encoder_does_not_start_nor_its_transfer(transfers: list[LocalTransfer]) -> None:
+    engine = GatedEngine()
+    info = replace(await engine.start(), encodes_apart=False)
+    with pytest.raises(StartupError, match="this model has no separate encoder"):
+        await create_handler(config(Role.ENCODE), engine, info, Runtime())
+    assert transfers == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: create(Role.DECODE, Runtime(fails=True)),
+        lambda: create(Role.PREFILL, Runtime(fails=True), encode_endpoint=ENCODE),
+        lambda: create(Role.AGGREGATED, Runtime(fails=True), encode_endpoint=ENCODE),
+    ],
+    ids=["decode", "prefill", "aggregated"],
+)
+async def test_a_transfer_is_closed_when_its_handler_cannot_be_built(
+    transfers: list[LocalTransfer], build: Callable[[], Any]
+) -> None:
+    with pytest.raises(StartupError, match="no such endpoint"):
+        await build()
+    (transfer,) = transfers
+    assert transfer._housekeeper is None
+
+
+@pytest.mark.asyncio
+async def test_an_aggregated_worker_answers_about_pictures_and_shows_its_cache() -> None:
+    handler = await create(Role.AGGREGATED)
+    raw = raw_request(1, PLACEHOLDER, images=(png_url(1),), stop={"max_tokens": 3, "ignore_eos": True})
+    chunks = await collect(handler.generate(raw, FakeContext()))
+    assert [len(each["token_ids"]) for each in chunks] == [1, 1, 1]
+    assert chunks[-1]["completion_usage"]["prompt_tokens"] == 5
+    assert handler.stats()["cache_entries"] == 1
+    await handler.close()
+
+
+TOP = (TokenLogprob(5, -0.1, 1), TokenLogprob(6, -2.5, 2))
+
+
+@pytest.mark.parametrize(
+    ("step", "chunk"),
+    [
+        (Step((5,)), {"token_ids": (5,), "index": 0}),
+        (
+            Step((), None, "eos", None, Usage(3, 4, 2)),
+            {
+                "token_ids": (),
+                "index": 0,
+                "finish_reason": "eos",
+                "completion_usage": {
+                    "prompt_tokens": 3,
+                    "completion_tokens": 4,
+                    "total_tokens": 7,
+                    "prompt_tokens_details": {"cached_tokens": 2},
+                },
+            },
+        ),
+        (Step((), None, "stop", 9), {"token_ids": (), "index": 0, "finish_reason": "stop", "stop_reason": 9}),
+        (Step((5,), (StepLogprobs(TOP[0], ()),)), {"token_ids": (5,), "index": 0, "log_probs": [-0.1]}),
+        (
+            Step((5,), (StepLogprobs(TOP[0], TOP),)),
+            {
+                "token_ids": (5,),
+                "index": 0,
+                "log_probs": [-0.1],
+                "top_logprobs": [
+                    [
+                        {"rank": 1, "token_id": 5, "token": None, "logprob": -0.1},
+                        {"rank": 2, "token_id": 6, "token": None, "logprob": -2.5},
+                    ]
+                ],
+            },
+        ),
+    ],
+    ids=["plain", "end", "stop", "logprob", "top"],
+)
+def test_a_step_becomes_dynamos_chunk(step: Step, chunk: dict[str, Any]) -> None:
+    assert to_chunk(step) == chunk

@@ -1,0 +1,202 @@
+"""Prefill and decode handlers over the double in this process, joined as the frontend joins them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo.trtllm.config import EngineConfig, EngineKind, TransferConfig
+from dynamo.trtllm.egress import Chunk
+from dynamo.trtllm.engines.double import DoubleEngine
+from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled, Step
+from dynamo.trtllm.multimodal_processor import MultimodalProcessor
+from dynamo.trtllm.peers import PeerClient, PrefillPeers
+from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
+from dynamo.trtllm.request_handlers.decode import DecodeHandler
+from dynamo.trtllm.request_handlers.prefill import PrefillHandler
+from dynamo.trtllm.transfer.descriptor import TransferDescriptor
+from dynamo.trtllm.transfer.local import LocalTransfer
+from dynamo.trtllm.transfer.pool import round_up
+from dynamo.trtllm.transfer.port import Received
+from fakes import FakeClient, FakeContext, collect, served_by
+from media_parts import IMAGE_TOKENS, PLACEHOLDER, loader_over
+
+POOL_BYTES = 1 << 20
+KV_BYTES = 100
+
+
+class RecordingEngine(DoubleEngine):
+    """The double with a KV cache to hand over; keeps what it was asked, and counts states that were freed.
+
+    `prefilling` is set when `prefill` has begun, which then waits for `prefill_gate`; `fail_decode` is raised after the first
+    step of `decode`.
+    """
+
+    def __init__(self, **script: Any) -> None:
+        given = {"image_placeholder_id": PLACEHOLDER, "image_tokens": IMAGE_TOKENS, "kv_bytes_per_token": KV_BYTES, **script}
+        super().__init__(EngineConfig(kind=EngineKind.DOUBLE, double_script=given))
+        self.requests: list[EngineRequest] = []
+        self.generated: list[EngineRequest] = []
+        self.released = 0
+        self.prefilling = asyncio.Event()
+        self.prefill_gate: asyncio.Event | None = None
+        self.fail_decode: Exception | None = None
+        self.decoding = 0
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
+        self.generated.append(request)
+        return super().generate(request)
+
+    async def prefill(self, request: EngineRequest) -> Prefilled:
+        self.requests.append(request)
+        self.prefilling.set()
+        if self.prefill_gate is not None:
+            await self.prefill_gate.wait()
+        done = await super().prefill(request)
+        if done.state is None:
+            return done
+        state = EngineState(done.state.meta, done.state.tensors, self._release)
+        return Prefilled(done.first, done.prompt_token_ids, state, cached_tokens=2)
+
+    async def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+        self.requests.append(request)
+        self.decoding += 1
+        try:
+            assert state.tensors["kv"].numel() == KV_BYTES * len(request.prompt.token_ids)
+            async for step in super().decode(request, first, state):
+                yield step
+                if self.fail_decode is not None:
+                    raise self.fail_decode
+        finally:
+            self.decoding -= 1
+
+    def _release(self) -> None:
+        self.released += 1
+
+
+class GatedTransfer(LocalTransfer):
+    """Its reads wait for `gate` when there is one; `reading` says that one has begun."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate: asyncio.Event | None = None
+        self.reading = asyncio.Event()
+        self.fail: Exception | None = None
+
+    async def fetch(self, descriptor: TransferDescriptor, deadline_s: float, **options: Any) -> Received:
+        self.reading.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fail is not None:
+            raise self.fail
+        return await super().fetch(descriptor, deadline_s, **options)
+
+
+@dataclass
+class PrefillWorker:
+    engine: RecordingEngine
+    transfer: LocalTransfer
+    handler: PrefillHandler
+
+
+@dataclass
+class Pair:
+    """One prefill worker that the frontend asks, others that only decode knows, and a decode worker."""
+
+    prefill: PrefillWorker
+    engine: RecordingEngine
+    transfer: GatedTransfer
+    decode: DecodeHandler
+    client: FakeClient
+    workers: list[PrefillWorker] = field(default_factory=list)
+
+    async def prefilled(self, raw: Mapping[str, Any], context: FakeContext | None = None) -> Chunk:
+        """Prefill's one reply to what the frontend would send it."""
+        stop = {**raw["stop_conditions"], "max_tokens": 1}
+        (reply,) = await collect(self.prefill.handler.generate({**raw, "stop_conditions": stop}, context or FakeContext()))
+        return dict(json.loads(json.dumps(reply)))
+
+    def decoded(
+        self, raw: Mapping[str, Any], reply: Mapping[str, Any] | None, context: FakeContext | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """Decode's stream for a request whose prefill replied with `reply`; None: the frontend found no prefill worker."""
+        result = None if reply is None else {"disaggregated_params": reply["disaggregated_params"]}
+        return self.decode.generate({**raw, "prefill_result": result}, context or FakeContext())
+
+    async def run(self, raw: Mapping[str, Any]) -> list[Chunk]:
+        """Both stages, as the frontend runs them: any end but "length" is answered from prefill's reply."""
+        reply = await self.prefilled(raw)
+        if reply["finish_reason"] != "length":
+            return [{key: value for key, value in reply.items() if key != "disaggregated_params"}]
+        return await collect(self.decoded(raw, reply))
+
+    def assert_nothing_held(self) -> None:
+        assert self.transfer.stats().pool_used_bytes == 0
+        assert self.transfer.stats().reads_in_flight == 0
+        assert self.engine.decoding == 0
+        for worker in self.workers:
+            stats = worker.transfer.stats()
+            assert (stats.open_offers, stats.pool_used_bytes) == (0, _quarantined_bytes(worker.transfer))
+            assert worker.engine.stats()["active_requests"] == 0
+
+    async def add(self, stack: AsyncExitStack, instance: int, **script: Any) -> PrefillWorker:
+        """One more prefill worker, known to decode as `instance`."""
+        worker = await prefill_worker(stack, **script)
+        self.workers.append(worker)
+        self.client.answers[instance] = served_by(worker.handler)
+        return worker
+
+
+def _quarantined_bytes(transfer: LocalTransfer) -> int:
+    """Bytes of offers that were withdrawn: they stay aside for a while, since a reader may still be at them."""
+    return sum(round_up(held.segment.nbytes) for held in transfer._quarantine.values())
+
+
+async def start_transfer(stack: AsyncExitStack, kind: type[LocalTransfer] = LocalTransfer, **options: Any) -> Any:
+    transfer = kind(**{"pool_bytes": POOL_BYTES, **options})
+    await transfer.start()
+    stack.push_async_callback(transfer.close)
+    return transfer
+
+
+async def prefill_worker(
+    stack: AsyncExitStack, transfer_options: Mapping[str, Any] | None = None, **script: Any
+) -> PrefillWorker:
+    engine = RecordingEngine(**script)
+    info = await engine.start()
+    transfer = await start_transfer(stack, **(transfer_options or {}))
+    processor = MultimodalProcessor(info, await loader_over(engine))
+    return PrefillWorker(engine, transfer, PrefillHandler(engine, info, processor, transfer, TransferConfig()))
+
+
+async def pair(stack: AsyncExitStack, **script: Any) -> Pair:
+    worker = await prefill_worker(stack, **script)
+    engine, client = RecordingEngine(**script), FakeClient({})
+    info = await engine.start()
+    transfer = await start_transfer(stack, GatedTransfer)
+    decode = DecodeHandler(engine, info, transfer, TransferConfig(), PrefillPeers(PeerClient(client, "prefill"), 60.0))
+    return Pair(worker, engine, transfer, decode, client, [worker])
+
+
+async def aggregated(raw: Mapping[str, Any], **script: Any) -> list[Chunk]:
+    """What one worker answers."""
+    engine = RecordingEngine(**script)
+    info = await engine.start()
+    handler = AggregatedHandler(engine, info, MultimodalProcessor(info, await loader_over(engine)))
+    return await collect(handler.generate(raw, FakeContext()))
+
+
+def joined(chunks: list[Chunk]) -> dict[str, Any]:
+    """A whole answer, however it was cut into chunks."""
+    out: dict[str, Any] = {"token_ids": [], "log_probs": [], "top_logprobs": []}
+    for chunk in chunks:
+        for key in ("token_ids", "log_probs", "top_logprobs"):
+            out[key] += chunk.get(key, [])
+    last = chunks[-1]
+    usage = dict(last["completion_usage"])
+    usage.pop("prompt_tokens_details")
+    return {**out, "finish_reason": last["finish_reason"], "stop_reason": last.get("stop_reason"), "usage": usage}
