@@ -1,0 +1,128 @@
+"""Peers that are missing, stopped or told to leave, with the double: readiness, 503s, fallback and draining."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.model_files import DEMO_DIRECTORY
+from processes.cluster import Cluster, Managed, wait_until
+from processes.media import PictureServer, picture_server
+from processes.topologies import ENCODE_ENDPOINT
+
+PLACEHOLDER = json.loads((DEMO_DIRECTORY / "config.json").read_text())["image_token_id"]
+DOUBLE = ("--engine", "double", "--modality", "multimodal")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PictureServer]:
+    with picture_server() as server:
+        yield server
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(env={"DYN_MM_ALLOW_INTERNAL": "1", "DYN_TRTLLM_PEER_TIMEOUT": "10"}) as cluster:
+        cluster.frontend()
+        yield cluster
+
+
+def worker(cluster: Cluster, role: str, *options: str, wait: bool = True, **script: Any) -> Managed:
+    played = {"double": {"image_placeholder_id": PLACEHOLDER, "kv_bytes_per_token": 1000, **script}}
+    mode = ("--disaggregation-mode", role, "--override-engine-args", json.dumps(played))
+    return cluster.worker(*DOUBLE, *mode, *options, name=role, wait=wait)
+
+
+def picture(server: PictureServer, seed: int) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": server.picture_url(seed)}}, {"type": "text", "text": "what is it?"}]
+
+
+@pytest.mark.parametrize(("first", "second"), [("prefill", "decode"), ("decode", "prefill")])
+def test_half_a_pair_is_not_ready_and_a_whole_one_is(cluster: Cluster, first: str, second: str) -> None:
+    worker(cluster, first)
+    answer = cluster.chat("hi", max_tokens=4, timeout_s=30)
+    assert answer.status in (404, 503)
+    worker(cluster, second)
+    cluster.wait_listed()
+    wait_until(lambda: cluster.chat("hi", max_tokens=4, ignore_eos=True).status == 200, "an answer")
+
+
+def test_a_lost_prefill_worker_is_a_503_and_not_a_hang(cluster: Cluster) -> None:
+    prefill = worker(cluster, "prefill")
+    worker(cluster, "decode")
+    cluster.wait_listed()
+    wait_until(lambda: cluster.chat("hi", max_tokens=4).status == 200, "an answer")
+    prefill.signal(signal.SIGKILL)
+    prefill.wait()
+    answer = cluster.chat("hi", max_tokens=4, timeout_s=60)
+    assert answer.status in (404, 503)
+
+
+def test_a_missing_encode_worker_is_a_503_for_pictures_and_nothing_for_text(cluster: Cluster, server: PictureServer) -> None:
+    encode = worker(cluster, "encode")
+    worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
+    cluster.wait_listed()
+    assert cluster.chat(picture(server, 1), max_tokens=4).status == 200
+    encode.signal(signal.SIGTERM)
+    assert encode.wait() == 0
+    answer = cluster.chat(picture(server, 2), max_tokens=4, timeout_s=60)
+    assert answer.status == 503
+
+
+def test_with_the_fallback_a_worker_encodes_by_itself_while_no_encoder_lives(cluster: Cluster, server: PictureServer) -> None:
+    agg = worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT, "--encode-fallback")
+    cluster.wait_listed()
+    alone = cluster.chat(picture(server, 3), max_tokens=4)
+    assert alone.status == 200
+    assert agg.metrics()["dynamo_trtllm_engine_encoded_images_total"] == 1
+    encode = worker(cluster, "encode")
+    wait_until(
+        lambda: (
+            cluster.chat(picture(server, 4), max_tokens=4).status == 200
+            and encode.metrics()["dynamo_trtllm_engine_encoded_images_total"] == 1
+        ),
+        "the encoder's first picture",
+    )
+    assert cluster.chat(picture(server, 3), max_tokens=4).text == alone.text
+
+
+def test_the_encoders_words_reach_the_client(cluster: Cluster, server: PictureServer) -> None:
+    worker(cluster, "encode")
+    worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
+    cluster.wait_listed()
+    content = [*picture(server, 1), {"type": "image_url", "image_url": {"url": server.url + "/missing.png"}}]
+    for stream in (False, True):
+        answer = cluster.chat(content, max_tokens=4, stream=stream)
+        assert (answer.status, answer.message) == (400, "image 2: the image host answered 404")
+
+
+def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, server: PictureServer) -> None:
+    encode = worker(cluster, "encode", encode_delay_s=3600.0)
+    worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
+    cluster.wait_listed()
+    answer = cluster.chat(picture(server, 1), max_tokens=4, timeout_s=60)
+    assert answer.status == 504
+    wait_until(lambda: encode.metrics()["dynamo_trtllm_requests_in_flight"] == 0, "the encoder's letting go")
+
+
+def test_sigterm_lets_prefill_wait_for_the_hand_over_in_flight(cluster: Cluster) -> None:
+    prefill = worker(cluster, "prefill")
+    decode = worker(cluster, "decode")
+    cluster.wait_listed()
+    wait_until(lambda: cluster.chat("hi", max_tokens=6, ignore_eos=True).status == 200, "an answer")
+    with ThreadPoolExecutor(1) as pool:
+        decode.signal(signal.SIGSTOP)
+        pending = pool.submit(cluster.chat, "hi there", max_tokens=6, ignore_eos=True)
+        wait_until(lambda: prefill.metrics()["dynamo_trtllm_media_transfer_open_offers"] == 1, "the hand-off")
+        prefill.signal(signal.SIGTERM)
+        wait_until(lambda: "Draining" in prefill.text(), "the drain")
+        assert prefill.alive()
+        decode.signal(signal.SIGCONT)
+        answer = pending.result()
+    assert (answer.status, answer.usage["completion_tokens"]) == (200, 6)
+    assert prefill.wait() == 0
