@@ -42,7 +42,9 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def worker(cluster: Cluster) -> Managed:
-    worker = cluster.worker("--engine", "transformers", "--modality", "multimodal", "--max-images", "4", "--max-seq-len", str(CONTEXT_LENGTH))
+    worker = cluster.worker(
+        "--engine", "transformers", "--modality", "multimodal", "--max-images", "4", "--max-seq-len", str(CONTEXT_LENGTH)
+    )
     cluster.wait_listed()
     return worker
 

@@ -1,18 +1,18 @@
 """The engine port: what a handler may ask of an engine, in our own types, and what every adapter guarantees.
 
 Life of an engine: `start` once, then any number of `encode`, `generate`, `prefill` and `decode` calls side by side, then `close`
-once. All calls are made on one event loop; blocking work is the adapter's to move off it. Adapters import their library inside, so
-this module needs neither torch nor an engine.
+once. All calls are made on one event loop; blocking work is the adapter's to move off it. Adapters import their library
+inside, so this module needs neither torch nor an engine.
 
 Contract, held by one test suite for every adapter (`tests/engines/test_contract.py`):
-* Tokens depend on the request alone: the same request gives the same tokens alone, beside others, and split over prefill and decode.
+* Tokens depend on the request alone: the same request gives the same tokens alone, beside others, and in two stages.
 * Sampling noise of output token i depends on (seed, i) only; penalties count the tokens of prompt and output alike.
 * Closing the iterator of `generate` or `decode`, or cancelling `prefill` or `encode`, aborts the request: its slot and KV cache
   blocks are free at the engine's next step. Closing twice, or after the end, does nothing.
 * A stream ends with exactly one `Step` that has `finish` set, or with an exception from `errors`; nothing follows it.
-* The token that ended the request (end-of-sequence, or one of `stop_token_ids`) is not in `token_ids`, but is counted in no usage.
-* A request that the engine refuses raises `ClientFault` and leaves others untouched; `EngineFault` fails one request; `EngineDead`
-  says that no further request will be served.
+* The token that ended the request (end-of-sequence, or one of `stop_token_ids`) is neither in `token_ids` nor in the usage.
+* A request that the engine refuses raises `ClientFault` and leaves others untouched; `EngineFault` fails one request;
+  `EngineDead` says that no further request will be served.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class EncodedImage:
     """One image's embeddings, from this engine's `encode`, from an encode worker, or from a file.
 
     `tensors["features"]` is `[tokens, hidden]`, floating point; models with several feature levels add `features.1` and so on, of
-    the same number of rows. `token_ids` is what the image's placeholder becomes in the prompt: the rows of `features` belong to those
-    of its ids that equal the engine's image token, in order. `extras` is what the processor says beside it (grid, sizes), as JSON.
+    the same number of rows. `token_ids` is what the image's placeholder becomes in the prompt: the rows of `features`
+    belong to those of its ids that equal the engine's image token, in order. `extras` is what the processor says beside it (grid,
+    sizes), as JSON.
     """
 
     digest: str
@@ -112,7 +113,7 @@ class GuidedDecoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose tokens and when to stop. None leaves a choice out; with no temperature, top-p and top-k the choice is greedy."""
+    """How to choose tokens and when to stop. None leaves a choice out; without temperature, top-p and top-k it is greedy."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -187,8 +188,8 @@ class Step(NamedTuple):
 class EngineState:
     """What decode needs of a prefilled request beside its token ids: `meta` is JSON, `tensors` move by the transfer.
 
-    `tensors` are contiguous and stay valid until `release`, which may be called more than once. `decode` has copied them when its first
-    step comes.
+    `tensors` are contiguous and stay valid until `release`, which may be called more than once. `decode` has copied them when
+    its first step comes.
     """
 
     meta: Mapping[str, Any]
