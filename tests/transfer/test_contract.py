@@ -13,9 +13,10 @@ import torch
 
 from dynamo.trtllm.errors import LimitFault, Overloaded, PeerFault, PeerTimeout, PeerUnavailable
 from dynamo.trtllm.transfer import layout
-from dynamo.trtllm.transfer.descriptor import ITEM_BYTES, TransferDescriptor
+from dynamo.trtllm.transfer.descriptor import ITEM_BYTES, PeerIdentity, TransferDescriptor
 from dynamo.trtllm.transfer.local import LocalTransfer
 from dynamo.trtllm.transfer.nixl import NixlTransfer
+from dynamo.trtllm.transfer.pool import Segment
 from dynamo.trtllm.transfer.pooled import MAX_OWN_REGISTRATIONS, PooledTransfer
 from dynamo.trtllm.transfer.port import OfferState
 from transfer.peers import FakeClock
@@ -312,14 +313,15 @@ async def test_a_read_that_was_torn_once_is_repeated(
     sender: PooledTransfer, reader: PooledTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer = await sender.offer(sample(), DEADLINE_S)
-    segment = sender._open[offer.descriptor.generation].segment
     read = reader._read
 
-    def torn_then_whole(*args: Any) -> asyncio.Future[None]:
+    def torn_then_whole(identity: PeerIdentity, source: tuple[str, int, int], target: Segment) -> asyncio.Future[None]:
         monkeypatch.setattr(reader, "_read", read)
-        layout.mark(segment.memory, 1)
-        future = read(*args)
-        future.add_done_callback(lambda _: layout.mark(segment.memory, offer.descriptor.generation))
+        future = read(identity, source, target)
+        if future.done():
+            layout.mark(target.memory, 1)
+        else:
+            future.add_done_callback(lambda _: layout.mark(target.memory, 1))
         return future
 
     monkeypatch.setattr(reader, "_read", torn_then_whole)

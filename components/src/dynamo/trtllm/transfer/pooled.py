@@ -226,7 +226,7 @@ class PooledTransfer(Transfer):
             raise LimitFault("the data of this request is too large to hand to another worker")
         loop = asyncio.get_running_loop()
         if nbytes <= self._pool_bytes - HEADER_BYTES:
-            pool = await self._pool_for(device)
+            pool = self._pools.get(device) or await self._pool_for(device)
             return await pool.allocate(nbytes, end - loop.time())
         slot = await self._own_slots.take(1, end - loop.time())
         try:
