@@ -11,12 +11,12 @@
 #   AGG_CUDA_VISIBLE_DEVICES (default 1)     GPUs of a worker; `0,1;2,3` gives 0,1 to the first worker and 2,3 to the second;
 #                                            empty leaves the choice open; the defaults hold for ENGINE=tensorrt_llm only
 #   NUM_ENCODE_WORKERS, NUM_AGG_WORKERS      how many (default 1)
-# Without MODEL_PATH it serves Qwen/Qwen2-VL-7B-Instruct.
+# Without MODEL_PATH it serves Qwen/Qwen2.5-VL-7B-Instruct.
 set -euo pipefail
 # shellcheck source=launch/lib/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
 
-launch_default_model Qwen/Qwen2-VL-7B-Instruct multimodal \
-    ENCODE_ENGINE_ARGS=engine_configs/qwen2-vl-7b-instruct/encode.yaml AGG_ENGINE_ARGS=engine_configs/qwen2-vl-7b-instruct/agg.yaml
+launch_default_model Qwen/Qwen2.5-VL-7B-Instruct multimodal \
+    ENCODE_ENGINE_ARGS=engine_configs/qwen2.5-vl-7b-instruct/encode.yaml AGG_ENGINE_ARGS=engine_configs/qwen2.5-vl-7b-instruct/agg.yaml
 launch_default_devices ENCODE=0 AGG=1
 launch_main disagg_e_pd "$@"

@@ -190,7 +190,7 @@ def test_gpus_are_given_out_by_default_for_tensorrt_llm_only() -> None:
         ),
         (
             "disagg_e_pd.sh",
-            [("Qwen/Qwen2-VL-7B-Instruct", "multimodal", f"qwen2-vl-7b-instruct/{role}.yaml") for role in ("encode", "agg")],
+            [("Qwen/Qwen2.5-VL-7B-Instruct", "multimodal", f"qwen2.5-vl-7b-instruct/{role}.yaml") for role in ("encode", "agg")],
         ),
         (
             "epd_disagg.sh",

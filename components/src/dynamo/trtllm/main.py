@@ -72,6 +72,7 @@ async def serve(config: WorkerConfig) -> int:
     from dynamo.trtllm.runtime import Service, connect
 
     config = replace(config, engine=replace(config.engine, model_path=await resolve_model(config.model.path)))
+    require_no_faults(config)  # once more: a model that was fetched just now could not be looked at before
     async with AsyncExitStack() as stack:
         engine = create_engine(config.engine)
         stack.push_async_callback(engine.close)
