@@ -1,0 +1,325 @@
+"""The worker's life in Dynamo: what is registered, the order of shutting down, and with which code the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dynamo.llm import ModelInput, ModelType, WorkerType
+from prometheus_client import generate_latest
+
+from dynamo.trtllm import model_files, runtime
+from dynamo.trtllm.config import EngineConfig, EngineKind, ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
+from dynamo.trtllm.egress import Egress
+from dynamo.trtllm.engines.double import DoubleEngine
+from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.errors import EngineDead, EngineFault, StartupError
+from dynamo.trtllm.metrics import WorkerMetrics
+from dynamo.trtllm.runtime import Service, health_check_payload, model_type, needs, runtime_config
+from fakes import outcome, until
+
+INFO = EngineInfo(context_length=100, kv_block_size=16, total_kv_blocks=3, max_num_seqs=4, max_num_batched_tokens=5)
+ENCODE = PeerConfig(encode_endpoint="dyn://n.tensorrt_llm_encode.generate")
+
+
+class FakeEndpoint:
+    """Serves until `ended` is set; `served` says that it does."""
+
+    def __init__(self) -> None:
+        self.served = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.options: dict[str, Any] = {}
+        self.handler: Callable[..., Any] | None = None
+
+    def connection_id(self) -> int:
+        return 7
+
+    async def serve_endpoint(self, handler: Callable[..., Any], **options: Any) -> None:
+        self.handler, self.options = handler, options
+        self.served.set()
+        await self.ended.wait()
+
+
+class FakeRuntime:
+    def __init__(self) -> None:
+        self.made = FakeEndpoint()
+        self.names: list[str] = []
+
+    def endpoint(self, name: str) -> FakeEndpoint:
+        self.names.append(name)
+        return self.made
+
+    def shutdown(self) -> None:
+        self.made.ended.set()
+
+
+class Engine(DoubleEngine):
+    """The double with a health that tests set; `looked` counts the looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineConfig(kind=EngineKind.DOUBLE))
+        self.health: list[Exception] = []
+        self.looked = 0
+
+    async def check_health(self) -> None:
+        self.looked += 1
+        if self.health:
+            raise self.health.pop(0)
+
+
+class NoHandler:
+    def generate(self, raw: Mapping[str, Any], context: Any) -> Any:
+        raise NotImplementedError
+
+
+class World:
+    """A service over fakes. `steps` holds in order what happened."""
+
+    def __init__(self, role: Role = Role.AGGREGATED, model: ModelConfig | None = None) -> None:
+        self.runtime = FakeRuntime()
+        self.engine = Engine()
+        self.steps: list[str] = []
+        self.grace_s: list[float] = []
+        config = WorkerConfig(role=role, model=model or ModelConfig(served_names=("m", "alias")))
+        self.config = replace(config, engine=replace(config.engine, model_path="/models/m"))
+        fake: Any = self.runtime
+        self.service = Service(fake, self.config, self.engine, INFO)
+        self.egress = Egress(NoHandler(), on_dead=self.service.engine_died)
+        self.registered: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    async def drained(self) -> None:
+        self.steps.append(f"drained, accepting={self.egress.accepting}")
+
+    async def register(self, *args: Any, **options: Any) -> None:
+        self.steps.append("registered")
+        self.registered = args, options
+
+    async def leave(
+        self, made: FakeRuntime, endpoints: list[Any], *, grace_period_s: float, drain_callback: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Dynamo's graceful shutdown, without its waits."""
+        assert endpoints == [made.made]
+        self.grace_s.append(grace_period_s)
+        await drain_callback()
+        self.steps.append(f"left, accepting={self.egress.accepting}")
+        made.shutdown()
+
+    def run(self) -> asyncio.Task[int]:
+        return asyncio.create_task(self.service.run(self.egress, WorkerMetrics(self.egress), self.drained))
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr(runtime, "register_model", made.register)
+    monkeypatch.setattr(runtime, "graceful_shutdown_with_discovery", made.leave)
+    monkeypatch.setattr(WorkerMetrics, "expose", lambda self, endpoint, config: made.steps.append("metrics"))
+    monkeypatch.setattr(runtime, "_HEALTH_INTERVAL_S", 0.0)
+    return made
+
+
+@pytest.mark.asyncio
+async def test_a_worker_registers_its_model_and_serves_it_with_a_canary(world: World) -> None:
+    running = world.run()
+    await world.runtime.made.served.wait()
+    assert world.registered is not None
+    args, options = world.registered
+    assert (args[0], args[2:]) == (ModelInput.Tokens, (world.runtime.made, "/models/m", "m"))
+    assert (options["worker_type"], options["needs"], options["kv_cache_block_size"]) == (WorkerType.Aggregated, [], 16)
+    assert (options["model_aliases"], options["ignore_weights"]) == (["alias"], True)
+    assert world.runtime.made.handler == world.egress.serve
+    assert world.runtime.made.options["health_check_payload"] == health_check_payload(Role.AGGREGATED)
+    assert world.runtime.made.options["metrics_labels"] == [("model", "m")]
+    assert (world.service.instance_id, world.runtime.names) == (7, ["dyn://dynamo.tensorrt_llm.generate"])
+    world.service._on_signal()
+    assert await running == 0
+
+
+@pytest.mark.asyncio
+async def test_a_signal_drains_and_only_then_refuses_requests_and_leaves(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "1.5")
+    running = world.run()
+    await world.runtime.made.served.wait()
+    signal.raise_signal(signal.SIGTERM)
+    assert await running == 0
+    assert world.steps == ["metrics", "registered", "drained, accepting=True", "left, accepting=False"]
+    assert world.grace_s == [1.5]
+
+
+@pytest.mark.asyncio
+async def test_draining_waits_for_requests_in_flight(world: World) -> None:
+    running = world.run()
+    await world.runtime.made.served.wait()
+    world.egress._idle.clear()
+    world.service._on_signal()
+    await until(lambda: bool(world.grace_s))
+    assert world.steps == ["metrics", "registered"]
+    world.egress._idle.set()
+    assert await running == 0
+
+
+@pytest.mark.asyncio
+async def test_a_dead_engine_ends_the_process_with_an_error_once_and_without_grace(world: World) -> None:
+    running = world.run()
+    await world.runtime.made.served.wait()
+    world.service.engine_died(EngineDead("the engine died"))
+    world.service.engine_died(EngineDead("the engine died"))
+    assert await running == 1
+    assert world.grace_s == [0.0]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_while_nobody_asks_is_found_by_the_health_watch(world: World) -> None:
+    world.engine.health = [EngineFault("hiccup"), RuntimeError("the check is broken"), EngineDead("the engine died")]
+    assert await world.run() == 1
+    assert world.engine.looked == 3
+
+
+@pytest.mark.asyncio
+async def test_a_runtime_that_stops_serving_by_itself_is_an_error(world: World) -> None:
+    running = world.run()
+    await world.runtime.made.served.wait()
+    world.runtime.shutdown()
+    assert await running == 1
+
+
+@pytest.mark.asyncio
+async def test_a_second_signal_exits_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(runtime.os, "_exit", codes.append)
+    monkeypatch.setattr(runtime.logging, "shutdown", lambda: None)
+    running = world.run()
+    await world.runtime.made.served.wait()
+    world.egress._idle.clear()
+    world.service._on_signal()
+    world.service._on_signal()
+    assert codes == [70]
+    world.egress._idle.set()
+    await running
+
+
+@pytest.mark.asyncio
+async def test_a_registration_that_fails_ends_the_run_and_its_health_watch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*args: Any, **options: Any) -> None:
+        raise StartupError("no")
+
+    monkeypatch.setattr(runtime, "register_model", refused)
+    assert str(await outcome(world.run())) == "no"
+    await until(lambda: not any(task.get_name() == "engine-health" for task in asyncio.all_tasks()))
+
+
+@pytest.mark.parametrize(
+    ("role", "kind"),
+    [
+        (Role.AGGREGATED, ModelType.Chat | ModelType.Completions),
+        (Role.DECODE, ModelType.Chat | ModelType.Completions),
+        (Role.PREFILL, ModelType.Prefill),
+        (Role.ENCODE, ModelType.Empty),
+    ],
+)
+def test_each_role_is_registered_for_what_the_frontend_may_send_it(role: Role, kind: ModelType) -> None:
+    assert str(model_type(role, RuntimeConfig())) == str(kind)
+
+
+def test_endpoint_types_narrow_what_is_served() -> None:
+    assert str(model_type(Role.AGGREGATED, RuntimeConfig(endpoint_types=("chat",)))) == str(ModelType.Chat)
+
+
+@pytest.mark.parametrize(
+    ("role", "peers", "expected"),
+    [
+        (Role.AGGREGATED, PeerConfig(), []),
+        (Role.AGGREGATED, ENCODE, [[WorkerType.Encode]]),
+        (Role.AGGREGATED, replace(ENCODE, encode_fallback=True), []),
+        (Role.PREFILL, PeerConfig(), [[WorkerType.Decode]]),
+        (Role.PREFILL, ENCODE, [[WorkerType.Decode, WorkerType.Encode]]),
+        (Role.PREFILL, replace(ENCODE, encode_fallback=True), [[WorkerType.Decode]]),
+        (Role.DECODE, PeerConfig(), [[WorkerType.Prefill]]),
+        (Role.ENCODE, PeerConfig(), [[WorkerType.Prefill, WorkerType.Decode], [WorkerType.Aggregated]]),
+    ],
+)
+def test_each_role_needs_the_peers_without_which_it_cannot_answer(
+    role: Role, peers: PeerConfig, expected: list[list[WorkerType]]
+) -> None:
+    assert needs(role, peers) == expected
+
+
+def test_the_model_card_tells_the_engines_limits_and_the_schema() -> None:
+    config = RuntimeConfig(default_thinking_mode="on", kv_state_endpoint="dyn://a.b.c")
+    card = runtime_config(INFO, config, ModelConfig(tool_call_parser="hermes", reasoning_parser="basic"), Role.PREFILL)
+    assert (card.context_length, card.total_kv_blocks, card.max_num_seqs, card.max_num_batched_tokens) == (100, 3, 4, 5)
+    assert (card.tool_call_parser, card.reasoning_parser, card.enable_local_indexer) == ("hermes", "basic", True)
+    data = {key: json.loads(value) for key, value in card.runtime_data.items()}
+    assert data["dynamo_trtllm_schema"] == "1"
+    assert data["default_thinking_mode"] == "on"
+    assert data["token_budget"] == {"combined_limit": 100, "reject_prompt_overflow": False, "reject_total_overflow": False}
+
+
+def test_a_decode_worker_keeps_no_index_of_kv_events() -> None:
+    assert runtime_config(INFO, RuntimeConfig(), ModelConfig(), Role.DECODE).enable_local_indexer is False
+
+
+def test_the_canary_asks_for_one_token_and_the_environment_may_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYN_HEALTH_CHECK_PAYLOAD", raising=False)
+    payload = health_check_payload(Role.DECODE)
+    assert (payload["_HEALTH_CHECK"], payload["token_ids"], payload["stop_conditions"]["max_tokens"]) == (True, [1], 1)
+    assert health_check_payload(Role.ENCODE)["items"] == []
+    monkeypatch.setenv("DYN_HEALTH_CHECK_PAYLOAD", '{"token_ids": [4]}')
+    assert health_check_payload(Role.DECODE)["token_ids"] == [4]
+
+
+def test_a_runtime_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise Exception("no etcd")
+
+    monkeypatch.setattr(runtime, "create_runtime", refuse)
+    with pytest.raises(StartupError, match="cannot join Dynamo with discovery etcd and request plane tcp"):
+        runtime.connect(RuntimeConfig())
+
+
+@pytest.mark.asyncio
+async def test_metrics_show_outcomes_requests_in_flight_and_every_source() -> None:
+    egress = Egress(NoHandler(), on_dead=lambda error: None)
+    egress.outcomes.update(completed=2, failed=1)
+    egress.in_flight = 3
+    metrics = WorkerMetrics(egress)
+    metrics.add_source("media", lambda: {"cache_bytes": 5.0, "transfer_offers_total": 6.0})
+    page = generate_latest(metrics.registry).decode()
+    lines = [line for line in page.splitlines() if not line.startswith("#")]
+    assert lines == [
+        'dynamo_trtllm_requests_total{outcome="completed"} 2.0',
+        'dynamo_trtllm_requests_total{outcome="failed"} 1.0',
+        "dynamo_trtllm_requests_in_flight 3.0",
+        "dynamo_trtllm_media_cache_bytes 5.0",
+        "dynamo_trtllm_media_transfer_offers_total 6.0",
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_model_is_a_directory_the_demo_or_a_name_that_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dynamo.llm
+
+    async def fetch(name: str) -> str:
+        if name == "org/known":
+            return "/cache/known"
+        raise OSError("https://hub.example/404")
+
+    monkeypatch.setattr(dynamo.llm, "fetch_model", fetch)
+    assert await model_files.resolve_model(str(tmp_path)) == str(tmp_path)
+    assert await model_files.resolve_model("demo") == str(model_files.DEMO_DIRECTORY)
+    assert await model_files.resolve_model("org/known") == "/cache/known"
+    with pytest.raises(StartupError, match="is neither a directory nor a model that can be fetched") as caught:
+        await model_files.resolve_model("org/unknown")
+    assert "hub.example" not in caught.value.message
+    with pytest.raises(StartupError, match="is not a directory on this machine"):
+        await model_files.resolve_model(str(tmp_path / "none"))
+
+
+def test_the_demo_model_is_shipped() -> None:
+    assert (model_files.DEMO_DIRECTORY / "config.json").is_file()
