@@ -45,6 +45,11 @@ class _Held:
     due: float
 
 
+async def copy_bytes(nbytes: int, work: Callable[[], Result]) -> Result:
+    """Do `work`, which copies `nbytes`: here if that is short, else off the event loop."""
+    return work() if nbytes <= INLINE_COPY_BYTES else await off_loop(work)
+
+
 async def off_loop(work: Callable[[], Result]) -> Result:
     """Run blocking work in the default executor; a cancelled caller still waits for its end, so that memory is not
     freed under it.
@@ -264,10 +269,7 @@ class PooledTransfer(Transfer):
         generation = self._generation
         try:
             layout.mark(segment.memory, generation)
-            if length <= INLINE_COPY_BYTES:
-                layout.write(segment.memory, specs, tensors)
-            else:
-                await off_loop(lambda: layout.write(segment.memory, specs, tensors))
+            await copy_bytes(length, lambda: layout.write(segment.memory, specs, tensors))
         except BaseException:
             self._free(segment)
             raise
@@ -383,10 +385,10 @@ class PooledTransfer(Transfer):
         tensors = layout.views(segment.memory, descriptor.tensors)
         if copy or device not in (None, home):
             try:
-                independent = await off_loop(lambda: {name: _copied(tensor, device) for name, tensor in tensors.items()})
+                copies = await copy_bytes(descriptor.length, lambda: {name: _copied(x, device) for name, x in tensors.items()})
             finally:
                 self._free(segment)
-            return Received(independent)
+            return Received(copies)
         return Received(tensors, lambda: self._free(segment))
 
     def _home_of(self, descriptor: TransferDescriptor) -> str:
@@ -450,5 +452,11 @@ class PooledTransfer(Transfer):
 
 
 def _copied(tensor: torch.Tensor, device: str | None) -> torch.Tensor:
-    """An independent tensor on `device`, None for its own."""
-    return tensor.clone() if device is None or str(tensor.device) == device else tensor.to(device)
+    """An independent tensor on `device`, None for its own; on return nothing reads the original any more."""
+    import torch
+
+    copy = tensor.to(tensor.device if device is None else device, copy=True)
+    for end in (tensor, copy):
+        if end.is_cuda:
+            torch.cuda.current_stream(end.device).synchronize()
+    return copy

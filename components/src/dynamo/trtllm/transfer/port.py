@@ -104,7 +104,10 @@ class Received:
         self._release = release
 
     def release(self) -> None:
-        """Give the memory back; the views must not be used afterwards. Calling again does nothing."""
+        """Give the memory back. The views must not be used afterwards, and work queued on them on a GPU must have ended.
+
+        Calling again does nothing.
+        """
         release, self._release = self._release, None
         if release is not None:
             self.tensors = {}
