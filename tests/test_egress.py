@@ -19,7 +19,7 @@ from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, PeerTimeo
 from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, until
 
 SHORT_S = 0.02
-LONG_S = 60.0
+LONG_S = 20.0
 
 
 class Scripted:
@@ -265,13 +265,13 @@ async def test_a_slow_reader_is_no_stall_however_long_its_whole_batch_takes(monk
         nonlocal waits
         waits += 1
         taken.release()
-        await asyncio.to_thread(progressed.acquire)
+        await asyncio.to_thread(progressed.acquire, timeout=LONG_S)
         return await plain_wait(futures, timeout=0)
 
     progressed = threading.Semaphore(0)
 
     def turn() -> None:
-        taken.acquire()
+        assert taken.acquire(timeout=LONG_S)
 
     class Sender(SteppedSender):
         def send(self, chunk: Chunk) -> None:

@@ -78,7 +78,7 @@ def test_logprobs_come_one_per_token_with_their_alternatives(cluster: Cluster, w
     [
         ({"max_tokens": 0}, "must be greater than 0"),
         ({"n": 2}, "n must be 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0}, "Repetition penalty must be between 0 and 2"),
     ],
 )
 def test_what_cannot_be_served_is_a_400_twice_in_a_row(
