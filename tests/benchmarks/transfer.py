@@ -134,9 +134,14 @@ def floor_agent(name: str, device: str) -> tuple[Any, torch.Tensor]:
 async def floor_sender(channel: Channel, device: str) -> Step:
     agent, pool = floor_agent("sender", device)
     channel.send(agent.get_agent_metadata())
+    # Without a progress thread the first READ ends only while this side looks, too.
+    channel.send((pool.data_ptr(), nbytes(1)))
+    connected = asyncio.ensure_future(channel.receive())
+    while not connected.done():
+        agent.get_new_notifs()
+        await asyncio.sleep(0)
 
-    async def step(tensor: torch.Tensor) -> None:
-        _ = agent
+    async def step(tensor: torch.Tensor, agent: Any = agent) -> None:
         pool[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         if pool.is_cuda:
             torch.cuda.synchronize()

@@ -293,7 +293,12 @@ class AgentThread:
             peer = self._require_peer(sender)
             handle = self._agent.initialize_xfer("READ", self._describe(target), self._describe(source), peer)
             read = _Read(peer, handle, time.perf_counter(), finished)
-            self._conclude(read, self._agent.transfer(handle))
+            state = self._agent.transfer(handle)
+            # What was copied while posting is reported by one of the next looks.
+            end = time.perf_counter() + SPIN_S
+            while state == "PROC" and time.perf_counter() < end:
+                state = self._agent.check_xfer_state(handle)
+            self._conclude(read, state)
         except nixlNotFoundError as error:
             self._fail(finished, PeerFault("the other worker's data is not where its message says"), error)
         except (PeerFault, ConnectionLost) as error:
