@@ -8,6 +8,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,14 +81,15 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
     return walk(ast.parse(path.read_text()), True)
 
 
+@cache
+def all_imports() -> list[tuple[str, str, bool]]:
+    """File below the package, imported library, and whether that happens when the file is imported."""
+    return [(str(path.relative_to(ROOT)), *each) for path in sorted(ROOT.rglob("*.py")) for each in imports(path)]
+
+
 def importers(library: str, *, when_imported: bool | None = None) -> set[str]:
-    """Files below the package that import `library` anywhere, or only those that do so at once or never at once."""
-    return {
-        str(path.relative_to(ROOT))
-        for path in ROOT.rglob("*.py")
-        for name, at_import in imports(path)
-        if name == library and when_imported in (None, at_import)
-    }
+    """Files that import `library` anywhere, or only those that do so at once or never at once."""
+    return {path for path, name, at_import in all_imports() if name == library and when_imported in (None, at_import)}
 
 
 @pytest.mark.parametrize(
