@@ -205,6 +205,8 @@ launch_prepare() {
     launch_environment+=("DYN_DISCOVERY_BACKEND=${DYN_DISCOVERY_BACKEND:-file}")
     # An error before the first token keeps its HTTP status when the frontend waits this long for that token.
     launch_environment+=("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS=${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-60000}")
+    # A request whose worker died goes on with another one; Dynamo's own default is to fail it.
+    launch_environment+=("DYN_MIGRATION_LIMIT=${DYN_MIGRATION_LIMIT:-3}")
     if [[ $ENGINE != tensorrt_llm ]]; then
         # Several processes with torch's default number of threads hinder each other badly.
         launch_environment+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")

@@ -67,6 +67,7 @@ def test_agg_plans_a_frontend_and_one_worker_with_what_is_set_and_nothing_else()
         "PYTHONPATH": str(ROOT / "components" / "src"),
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "60000",
+        "DYN_MIGRATION_LIMIT": "3",
         "OMP_NUM_THREADS": "1",
     }
     assert commands == [(environment, FRONTEND), (environment, worker())]

@@ -157,6 +157,7 @@ def test_every_job_is_told_where_etcd_and_nats_are() -> None:
             "PYTHONPATH": str(ROOT / "components" / "src"),
             "DYN_DISCOVERY_BACKEND": "etcd",
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "60000",
+            "DYN_MIGRATION_LIMIT": "3",
             "OMP_NUM_THREADS": "1",
             "HEAD_NODE": "node1",
             "HEAD_NODE_IP": "10.0.0.7",

@@ -173,6 +173,7 @@ class Cluster:
             "DYN_FILE_KV": str(self.directory / "discovery"),
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0.2",
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "60000",
+            "DYN_MIGRATION_LIMIT": "3",
             "DYN_LOG": "info",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",

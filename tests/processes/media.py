@@ -6,7 +6,7 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from dynamo.trtllm.demo.pictures import Picture, draw
@@ -55,7 +55,8 @@ class PictureServer:
         request.send_header("Content-Type", "image/png")
         request.send_header("Content-Length", str(len(body)))
         request.end_headers()
-        request.wfile.write(body)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the worker that asked was killed
+            request.wfile.write(body)
 
     def _find(self, path: str) -> bytes | None:
         name = path.removeprefix("/picture/").removesuffix(".png")

@@ -1,8 +1,8 @@
 """Calls from this worker to another one. `PeerClient` wraps Dynamo's client; nothing else in the package calls `client()`.
 
 What Dynamo's client does that its name does not tell (observed on 1.6.1): an `InvalidArgument` of the remote stays typed, while a
-dead or late peer arrives as a plain `ValueError` ("Unavailable: ...", "DeadlineExceeded: ..."), which the frontend would answer
-with a client's 400; cancelling the task does not stop the remote, passing the request's context does.
+dead or late peer arrives as a plain `ValueError` or `Exception` ("Unavailable: ...", "DeadlineExceeded: ..."), which the frontend
+would answer with a client's 400 or a 500; cancelling the task does not stop the remote, passing the request's context does.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PeerClient:
             reply: Mapping[str, Any] | None = None
             async for item in stream:
                 reply = item if reply is None else reply
-        except (DynamoException, ValueError, RuntimeError, OSError) as error:
+        except Exception as error:  # a refused connection is a plain Exception
             raise self._translate(error, context) from error
         if reply is None:
             raise PeerUnavailable(f"the {self._name} worker ended its reply without a word")
