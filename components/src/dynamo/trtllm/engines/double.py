@@ -72,6 +72,8 @@ class DoubleEngine(Engine):
         if unknown:
             raise StartupError(f"the double engine knows no script key {', '.join(unknown)}; see DoubleScript")
         self._script = DoubleScript(**script)
+        first, span = self._script.first_token_id, self._script.token_span
+        self._plain_steps = [Step((token,)) for token in range(first, first + span)]
         self._dead = False
         self._active = 0
         self._generated = 0
@@ -171,7 +173,7 @@ class DoubleEngine(Engine):
         self._check(request)
         script, length = self._script, self._length(request)
         plain = _is_plain(request.sampling) and script.fail_at_token is None and script.die_at_token is None
-        first, span, delay, last = script.first_token_id, script.token_span, script.step_delay_s, length - 1
+        steps, span, delay, last = self._plain_steps, script.token_span, script.step_delay_s, length - 1
         self._active += 1
         try:
             if state is None and script.prefill_delay_s:
@@ -179,9 +181,9 @@ class DoubleEngine(Engine):
             key = _request_key(request) if state is None else int(state.meta["key"])
             for index in range(0 if state is None else 1, length):
                 await asyncio.sleep(delay)
-                if plain and index < last:  # the benchmark's path: nothing but a token
+                if plain and index < last:  # the benchmark's path: nothing but a ready-made token
                     self._generated += 1
-                    yield Step((first + (key + index * 7) % span,))
+                    yield steps[(key + index * 7) % span]
                     continue
                 step = self._step(request, key, index, length)
                 yield step
