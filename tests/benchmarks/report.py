@@ -163,7 +163,7 @@ def draw_bars(
     notes: Sequence[str] = (),
     label: str | None = None,
 ) -> None:
-    """Medians as bars with quartiles as whiskers, the value and a note inside each; call `fit` when all are drawn."""
+    """Medians as bars with quartiles as whiskers, each with its value and a note; call `fit` when all are drawn."""
     medians = [value.median for value in values]
     errors = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
     whiskers = {"ecolor": "#404040", "elinewidth": 1.0, "capsize": 3.0}
@@ -174,15 +174,15 @@ def draw_bars(
 
 
 def fit(axes: Axes, top: float) -> None:
-    """Scale to `top` with some air, and put each bar's text into its bar, or above its whisker where the bar is too low."""
+    """Scale to `top` with some air, and put each bar's text at its foot, or above its whisker where the bar is too low."""
     axes.set_ylim(0, top * 1.15)
     for text in axes.texts:
         if text.get_gid() is None:
             continue
         height, high = float(text.xy[1]), float(text.get_gid() or 0)  # type: ignore[attr-defined]
         inside = height > 0.25 * top
-        text.xy = (text.xy[0], height / 2 if inside else high)  # type: ignore[attr-defined]
-        text.set(va="center" if inside else "bottom", color="white" if inside else "black", fontweight="bold", fontsize=9)
+        text.xy = (text.xy[0], 0.03 * top if inside else high)  # type: ignore[attr-defined]
+        text.set(va="bottom", color="white" if inside else "black", fontweight="bold", fontsize=9)
 
 
 def draw_limit(axes: Axes, height: float, left: float, right: float, text: str) -> None:
