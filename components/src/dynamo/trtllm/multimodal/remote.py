@@ -28,6 +28,8 @@ from dynamo.trtllm.transfer.port import Transfer
 logger = logging.getLogger(__name__)
 
 _SPARE_LOAD = 4
+_HASHED_ENDS = 4096
+"""Characters at both ends of a reference that choose its instance; a long data URL would hold up the event loop."""
 
 
 class RemoteEncoder:
@@ -131,7 +133,8 @@ class RemoteEncoder:
     def _candidates(self, reference: str) -> list[int]:
         """Live instances, best first: by rendezvous hash, those that carry much more than their share last."""
         instances = self._client.instances()
-        digest = hashlib.sha256(reference.encode(errors="surrogatepass")).digest()
+        ends = f"{len(reference)} {reference[:_HASHED_ENDS]} {reference[-_HASHED_ENDS:]}"
+        digest = hashlib.sha256(ends.encode(errors="surrogatepass")).digest()
         ranked = sorted(instances, key=lambda each: hashlib.sha256(digest + each.to_bytes(8, "little")).digest())
         share = sum(self._load[each] for each in instances) / max(1, len(instances))
         return sorted(ranked, key=lambda each: self._load[each] > 2 * share + _SPARE_LOAD)
