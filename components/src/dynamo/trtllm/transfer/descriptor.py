@@ -14,6 +14,8 @@ HEADER_BYTES = 256
 """A segment starts with this many bytes, of which the first eight hold its generation."""
 TRAILER_BYTES = 8
 """A segment ends with its generation again."""
+WORD_BYTES = 8
+"""Bytes of a generation, wherever one is written."""
 ALIGNMENT_BYTES = 256
 """Alignment of segments in a pool and of tensors in a segment."""
 
@@ -96,6 +98,7 @@ class TransferDescriptor(_Message):
     device_index: Annotated[int, Field(ge=0, lt=1024)] = 0
     address: Count
     length: Annotated[int, Field(ge=HEADER_BYTES + TRAILER_BYTES, lt=1 << 48)]
+    acknowledge_at: Count = 0
     generation: Annotated[int, Field(gt=0, lt=1 << 53)]
     time_to_live_s: Annotated[float, Field(gt=0, le=86400)]
     tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=4096)]

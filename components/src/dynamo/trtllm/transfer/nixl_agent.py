@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dynamo.trtllm.errors import PeerFault, StartupError
 from dynamo.trtllm.transfer.descriptor import PeerIdentity
@@ -28,8 +28,8 @@ from dynamo.trtllm.transfer.pooled import INLINE_COPY_BYTES, ConnectionLost
 
 logger = logging.getLogger(__name__)
 
-READ_PAUSE_S = 0.001
-"""Longest pause between two looks at reads in flight."""
+MOVE_PAUSE_S = 0.001
+"""Longest pause between two looks at reads and writes in flight."""
 OFFER_PAUSES_S = (100e-6, 0.002)
 """Shortest and longest pause between two looks for acknowledgements: they free memory, nobody waits for them."""
 IDLE_PAUSE_S = 0.02
@@ -38,7 +38,6 @@ SPIN_S = 50e-6
 """Shorter pauses only yield: the kernel's timers are no finer."""
 MAX_PEERS = 1024
 """Connections that are kept; the one unused for longest goes first."""
-ACKNOWLEDGEMENT = b"dynamo-trtllm-ack:"
 
 
 class Place(NamedTuple):
@@ -56,7 +55,7 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Read:
+class _Move:
     peer: str
     handle: Any
     posted: float
@@ -66,8 +65,9 @@ class _Read:
 class AgentThread:
     """Owner of a NIXL agent. Public methods are called on the event loop; those with an underscore hold the lock.
 
-    `on_acknowledged` is called on the event loop with the generations that readers acknowledged. `expects_acknowledgements` is
-    asked on the thread. A read that has not ended after `abandon_after_s` is given up together with the connection to its peer.
+    `watch` is asked on the thread for what peers have written into this process, None while nothing is expected; `on_arrival` is
+    called with it on the event loop. A read or write that has not ended after `abandon_after_s` is given up together with the
+    connection to its peer.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class AgentThread:
         name: str,
         *,
         abandon_after_s: float,
-        on_acknowledged: Callable[[list[int]], None],
-        expects_acknowledgements: Callable[[], bool],
+        watch: Callable[[], list[int] | None],
+        on_arrival: Callable[[list[int]], None],
     ) -> None:
         self.name = name
         self.metadata = ""
         """Base64 of what peers need to read all memory registered so far. Written by the thread, read anywhere."""
         self._abandon_after_s = abandon_after_s
-        self._on_acknowledged = on_acknowledged
-        self._expects_acknowledgements = expects_acknowledgements
+        self._watch = watch
+        self._on_arrival = on_arrival
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nixl-transfer", daemon=True)
@@ -93,7 +93,8 @@ class AgentThread:
         self._agent: Any = None
         self._registrations: dict[int, Any] = {}
         self._peers: dict[str, PeerIdentity] = {}
-        self._reads: list[_Read] = []
+        self._moves: list[_Move] = []
+        self._expecting = False
         self._last_offer = time.perf_counter()
 
     # On the event loop.
@@ -123,29 +124,23 @@ class AgentThread:
         """Undo `register`. The tensor must live until this returns."""
         await self._call(lambda: self._unregister(registration))
 
-    def read(self, sender: PeerIdentity, source: Place, target: Place) -> asyncio.Future[None]:
-        """Start a READ. The future completes when the transport will not touch `target` any more."""
+    def move(self, operation: Literal["READ", "WRITE"], peer: PeerIdentity, there: Place, here: Place) -> asyncio.Future[None]:
+        """Start to copy `there`, of `peer`, to `here` (READ) or back (WRITE).
+
+        The future completes when the transport will not touch `here` any more. It fails with `ConnectionLost` or `PeerFault`.
+        """
         finished: asyncio.Future[None] = self._loop.create_future()
 
         def post() -> None:
-            self._post_read(sender, source, target, finished)
+            self._post(operation, peer, there, here, finished)
 
-        if target.nbytes > INLINE_COPY_BYTES or not self._at_once(sender, post):
+        if here.nbytes > INLINE_COPY_BYTES or not self._at_once(peer, post):
             self._jobs.put(post)
         elif not finished.done():
             self._rouse()
         return finished
 
-    def acknowledge(self, sender: PeerIdentity, generation: int) -> None:
-        """Send an acknowledgement, without waiting; failures are logged only."""
-
-        def send() -> None:
-            self._send_acknowledgement(sender, generation)
-
-        if not self._at_once(sender, send):
-            self._jobs.put(send)
-
-    def expect_acknowledgement(self) -> None:
+    def expect_arrival(self) -> None:
         """An offer was made: look for its acknowledgement from now on."""
         self._last_offer = time.perf_counter()
         self._rouse()
@@ -185,13 +180,19 @@ class AgentThread:
     def _run(self) -> None:
         while not self._stopping:
             job = self._next_job()
-            with self._lock:
-                if job is not None:
-                    job()
-                if self._reads:
-                    self._look_at_reads()
-                if self._agent is not None:
-                    self._look_at_notifications()
+            try:
+                with self._lock:
+                    self._turn(job)
+            except Exception:
+                logger.exception("the transfer thread met an error and goes on")
+
+    def _turn(self, job: Callable[[], None] | None) -> None:
+        if job is not None:
+            job()
+        if self._moves:
+            self._look_at_moves()
+        if self._agent is not None:
+            self._look_at_arrivals()
 
     def _next_job(self) -> Callable[[], None] | None:
         """What is queued; if nothing is, wait for it as long as the outstanding transfers allow."""
@@ -209,9 +210,9 @@ class AgentThread:
 
     def _pause_s(self) -> float:
         now = time.perf_counter()
-        if self._reads:
-            return min((now - self._reads[-1].posted) / 16, READ_PAUSE_S)
-        if self._expects_acknowledgements():
+        if self._moves:
+            return min((now - self._moves[-1].posted) / 16, MOVE_PAUSE_S)
+        if self._expecting:
             shortest, longest = OFFER_PAUSES_S
             return min(max((now - self._last_offer) / 8, shortest), longest)
         return IDLE_PAUSE_S
@@ -286,77 +287,66 @@ class AgentThread:
         with suppress(Exception):
             self._agent.remove_remote_agent(agent)
 
-    def _post_read(self, sender: PeerIdentity, source: Place, target: Place, finished: asyncio.Future[None]) -> None:
+    def _post(self, operation: str, peer: PeerIdentity, there: Place, here: Place, finished: asyncio.Future[None]) -> None:
         from nixl._bindings import nixlNotFoundError
 
         try:
-            peer = self._require_peer(sender)
-            handle = self._agent.initialize_xfer("READ", self._describe(target), self._describe(source), peer)
-            read = _Read(peer, handle, time.perf_counter(), finished)
+            agent = self._require_peer(peer)
+            handle = self._agent.initialize_xfer(operation, self._describe(here), self._describe(there), agent)
+            move = _Move(agent, handle, time.perf_counter(), finished)
             state = self._agent.transfer(handle)
-            # What was copied while posting is reported by one of the next looks.
             end = time.perf_counter() + SPIN_S
             while state == "PROC" and time.perf_counter() < end:
                 state = self._agent.check_xfer_state(handle)
-            self._conclude(read, state)
+            self._conclude(move, state)
         except nixlNotFoundError as error:
             self._fail(finished, PeerFault("the other worker's data is not where its message says"), error)
         except (PeerFault, ConnectionLost) as error:
             self._fail(finished, error)
         except Exception as error:
-            self._forget(sender.agent)
+            self._forget(peer.agent)
             self._fail(finished, ConnectionLost(), error)
 
     def _describe(self, place: Place) -> Any:
         return self._agent.get_xfer_descs([(place.address, place.nbytes, place.device_index)], mem_type=place.memory_type)
 
-    def _conclude(self, read: _Read, state: str) -> None:
-        """Finish a read by its state: done, failed, or to be looked at again."""
+    def _conclude(self, move: _Move, state: str) -> None:
+        """Finish a move by its state: done, failed, or to be looked at again."""
         if state == "PROC":
-            if read not in self._reads:
-                self._reads.append(read)
+            if move not in self._moves:
+                self._moves.append(move)
             return
-        if read in self._reads:
-            self._reads.remove(read)
-        self._release(read)
+        if move in self._moves:
+            self._moves.remove(move)
+        self._release(move)
         if state == "DONE":
-            self._finish(read.finished, None)
+            self._finish(move.finished, None)
         else:
-            self._forget(read.peer)
-            self._fail(read.finished, ConnectionLost())
+            self._forget(move.peer)
+            self._fail(move.finished, ConnectionLost())
 
-    def _look_at_reads(self) -> None:
-        for read in list(self._reads):
+    def _look_at_moves(self) -> None:
+        for move in list(self._moves):
             try:
-                state = self._agent.check_xfer_state(read.handle)
+                state = self._agent.check_xfer_state(move.handle)
             except Exception:
                 state = "ERR"
-            if state == "PROC" and time.perf_counter() - read.posted > self._abandon_after_s:
-                self._forget(read.peer)
+            if state == "PROC" and time.perf_counter() - move.posted > self._abandon_after_s:
+                self._forget(move.peer)
                 state = "ERR"
-            self._conclude(read, state)
+            self._conclude(move, state)
 
-    def _release(self, read: _Read) -> None:
+    def _release(self, move: _Move) -> None:
         with suppress(Exception):
-            self._agent.release_xfer_handle(read.handle)
+            self._agent.release_xfer_handle(move.handle)
 
-    def _send_acknowledgement(self, sender: PeerIdentity, generation: int) -> None:
-        try:
-            self._agent.send_notif(self._require_peer(sender), ACKNOWLEDGEMENT + str(generation).encode())
-        except Exception as error:
-            logger.debug("an acknowledgement could not be sent", exc_info=error)
-            self._forget(sender.agent)
-
-    def _look_at_notifications(self) -> None:
-        notifications = self._agent.get_new_notifs()
-        if not notifications:
-            return
-        generations = []
-        for message in (message for messages in notifications.values() for message in messages):
-            number = message[len(ACKNOWLEDGEMENT) :]
-            if message.startswith(ACKNOWLEDGEMENT) and number.isdigit():
-                generations.append(int(number))
-        self._tell_loop(self._on_acknowledged, generations)
+    def _look_at_arrivals(self) -> None:
+        # Asking for messages, of which there are none, is what lets NIXL make progress on connections.
+        self._agent.get_new_notifs()
+        arrived = self._watch()
+        self._expecting = arrived is not None
+        if arrived:
+            self._tell_loop(self._on_arrival, arrived)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -364,8 +354,8 @@ class AgentThread:
             return
         for peer in list(self._peers):
             self._forget(peer)
-        for read in list(self._reads):
-            self._conclude(read, "ERR")
+        for move in list(self._moves):
+            self._conclude(move, "ERR")
         for registration in self._registrations.values():
             with suppress(Exception):
                 self._agent.deregister_memory(registration)

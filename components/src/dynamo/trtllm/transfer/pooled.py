@@ -22,6 +22,8 @@ from dynamo.trtllm.transfer.port import Offer, OfferState, Received, Transfer, T
 if TYPE_CHECKING:
     import torch
 
+    from dynamo.trtllm.transfer.board import Board
+
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -42,6 +44,7 @@ class _Held:
 
     offer: Offer
     segment: Segment
+    word: int
     due: float
 
 
@@ -101,7 +104,7 @@ class PooledTransfer(Transfer):
         self._reads: set[asyncio.Future[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
-        self._beacon: Segment | None = None
+        self._board: Board | None = None
         self._changed = asyncio.Event()
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -151,14 +154,17 @@ class PooledTransfer(Transfer):
     # Life.
 
     async def start(self) -> None:
+        from dynamo.trtllm.transfer.board import Board
+
         await self._connect()
         try:
-            pool = await self._pool_for("cpu")
+            await self._pool_for("cpu")
+            board = Board()
+            board.registration = await self._register(board.memory)
         except BaseException:
             await self._disconnect()
             raise
-        self._beacon = await pool.allocate(HEADER_BYTES, 0.0)
-        self._beacon.memory.zero_()
+        self._board = board
         self._housekeeper = asyncio.create_task(self._housekeeping(), name="transfer-housekeeping")
 
     async def close(self) -> None:
@@ -177,8 +183,13 @@ class PooledTransfer(Transfer):
 
     @property
     def identity(self) -> PeerIdentity:
-        beacon = 0 if self._beacon is None else self._beacon.address
+        beacon = self._require_board().base
         return PeerIdentity(name=self._name, incarnation=self._incarnation, metadata=self._metadata(), beacon=beacon)
+
+    def _require_board(self) -> Board:
+        if self._board is None:
+            raise RuntimeError("the transfer is not started")
+        return self._board
 
     async def drain(self, deadline_s: float) -> bool:
         end = asyncio.get_running_loop().time() + deadline_s
@@ -196,18 +207,18 @@ class PooledTransfer(Transfer):
 
     def stats(self) -> TransferStats:
         pools = (*self._pools.values(), *self._own_pools)
-        beacon_bytes = 0 if self._beacon is None else HEADER_BYTES
+        waiting = (self._own_slots.waiting, 0 if self._board is None else self._board.waiting)
         counted = ("offers", "offered_bytes", "fetches", "fetched_bytes", "acknowledged", "expired", "failures", "retries")
         return TransferStats(
             **{f"{name}_total": self._counts[name] for name in counted},
             open_offers=len(self._open),
-            waiting_offers=self._own_slots.waiting + sum(pool.room.waiting for pool in pools),
+            waiting_offers=sum(waiting) + sum(pool.room.waiting for pool in pools),
             quarantined_segments=len(self._quarantine),
             reads_in_flight=len(self._reads),
             own_registrations=len(self._own_pools),
             pool_bytes=sum(pool.room.allocator.capacity for pool in pools),
-            pool_used_bytes=sum(pool.room.allocator.used for pool in pools) - beacon_bytes,
-            pool_peak_bytes=sum(pool.room.allocator.peak for pool in pools) - beacon_bytes,
+            pool_used_bytes=sum(pool.room.allocator.used for pool in pools),
+            pool_peak_bytes=sum(pool.room.allocator.peak for pool in pools),
         )
 
     # Memory.
@@ -230,7 +241,7 @@ class PooledTransfer(Transfer):
         if nbytes > self._max_object_bytes:
             raise LimitFault("the data of this request is too large to hand to another worker")
         loop = asyncio.get_running_loop()
-        if nbytes <= self._pool_bytes - HEADER_BYTES:
+        if nbytes <= self._pool_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES:
             pool = self._pools.get(device) or await self._pool_for(device)
             return await pool.allocate(nbytes, end - loop.time())
         slot = await self._own_slots.take(1, end - loop.time())
@@ -264,14 +275,20 @@ class PooledTransfer(Transfer):
 
         specs, length = layout.plan(tensors)
         device = self._device_of(tensors.values())
-        segment = await self._allocate(device, length, asyncio.get_running_loop().time() + deadline_s)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        segment = await self._allocate(device, length, end)
         self._generation += 1
         generation = self._generation
+        word: int | None = None
         try:
+            word = await self._require_board().take(end - loop.time())
             layout.mark(segment.memory, generation)
             await copy_bytes(length, lambda: layout.write(segment.memory, specs, tensors))
         except BaseException:
             self._free(segment)
+            if word is not None:
+                self._require_board().give_back(word)
             raise
         kind, _, index = device.partition(":")
         descriptor = TransferDescriptor(
@@ -281,13 +298,14 @@ class PooledTransfer(Transfer):
             device_index=int(index or 0),
             address=segment.address,
             length=length,
+            acknowledge_at=self._require_board().address_of(word),
             generation=generation,
             time_to_live_s=self._time_to_live_s,
             tensors=specs,
         )
         offer = Offer(descriptor, lambda: self._withdraw(generation, OfferState.RELEASED))
         first = not self._open and not self._quarantine
-        self._open[generation] = _Held(offer, segment, self._clock() + self._time_to_live_s)
+        self._open[generation] = _Held(offer, segment, word, self._clock() + self._time_to_live_s)
         self._counts.update(offers=1, offered_bytes=descriptor.payload_bytes)
         if first:
             self._changed.set()
@@ -313,7 +331,7 @@ class PooledTransfer(Transfer):
             held = self._quarantine.pop(generation, None)
         if held is not None:
             self._invalidate(held.segment)
-            self._free(held.segment)
+            self._free_held(held)
 
     def _withdraw(self, generation: int, state: OfferState) -> None:
         """End an open offer that a reader may be reading right now: mark it invalid and keep its memory aside."""
@@ -323,6 +341,10 @@ class PooledTransfer(Transfer):
         self._quarantine[generation] = held
         held.offer.settle(state)
         self._changed.set()
+
+    def _free_held(self, held: _Held) -> None:
+        self._require_board().give_back(held.word)
+        self._free(held.segment)
 
     @staticmethod
     def _invalidate(segment: Segment) -> None:
@@ -336,7 +358,7 @@ class PooledTransfer(Transfer):
         """
         now = self._clock()
         for generation in [key for key, held in self._quarantine.items() if held.due <= now]:
-            self._free(self._quarantine.pop(generation).segment)
+            self._free_held(self._quarantine.pop(generation))
         for generation in [key for key, held in self._open.items() if held.due <= now]:
             self._counts["expired"] += 1
             self._withdraw(generation, OfferState.EXPIRED)
