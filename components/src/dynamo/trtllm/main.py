@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 from contextlib import AsyncExitStack
@@ -87,4 +88,7 @@ async def serve(config: WorkerConfig) -> int:
         metrics = WorkerMetrics(egress)
         metrics.add_source("engine", engine.stats)
         metrics.add_source("media", handler.stats)
+        # Modules and model live as long as the process: without them a full collection is short, and stalls no request.
+        gc.collect()
+        gc.freeze()
         return await service.run(egress, metrics, handler.drained)
