@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing as mp
 import os
 from multiprocessing.connection import Connection
@@ -96,6 +97,8 @@ class _Commands:
             return type(error).__name__
 
     async def used(self) -> int:
+        """Bytes of the pool that are taken once all offers are settled."""
+        await self._transfer.drain(30.0)
         return self._transfer.stats().pool_used_bytes
 
     async def resources(self) -> tuple[int, int]:
@@ -104,6 +107,7 @@ class _Commands:
 
 def resources() -> tuple[int, int]:
     """Resident bytes and open file descriptors of this process."""
+    gc.collect()
     with open("/proc/self/statm") as statm:
         pages = int(statm.read().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))

@@ -464,12 +464,12 @@ async def test_what_is_too_large_is_refused_on_both_sides(sender: PooledTransfer
 
 
 @pytest.mark.asyncio
-async def test_a_sender_that_has_left_is_unavailable(start: Start, reader: PooledTransfer) -> None:
+async def test_nothing_arrives_from_a_sender_that_has_left(start: Start, reader: PooledTransfer) -> None:
     leaving = await start()
     offers = [await leaving.offer(sample(), DEADLINE_S) for _ in range(2)]
     (await reader.fetch(offers[0].descriptor, DEADLINE_S)).release()
     await leaving.close()
-    with pytest.raises(PeerUnavailable):
+    with pytest.raises(PeerFault):
         await reader.fetch(offers[1].descriptor, DEADLINE_S)
     assert used(reader) == 0
 

@@ -137,7 +137,8 @@ async def test_a_thousand_hand_overs_leave_memory_and_descriptors_where_they_wer
         after, peer_after = resources(), await peer.ask("resources")
         assert await peer.ask("used") == 0
     assert transfer.stats().pool_used_bytes == 0
-    assert (after[1], peer_after[1]) == (before[1], peer_before[1])
+    assert after[1] <= before[1]
+    assert peer_after[1] <= peer_before[1]
     assert after[0] - before[0] < 4 * MEBIBYTE
     assert peer_after[0] - peer_before[0] < 4 * MEBIBYTE
 

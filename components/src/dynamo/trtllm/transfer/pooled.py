@@ -174,6 +174,7 @@ class PooledTransfer(Transfer):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for held in list(self._open.values()):
+            self._invalidate(held.segment)
             held.offer.settle(OfferState.RELEASED)
         self._open.clear()
         self._quarantine.clear()
