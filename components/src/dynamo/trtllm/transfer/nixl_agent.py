@@ -30,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 MOVE_PAUSE_S = 0.001
 """Longest pause between two looks at reads and writes in flight."""
-OFFER_PAUSES_S = (100e-6, 0.002)
+OFFER_PAUSES_S = (250e-6, 0.002)
 """Shortest and longest pause between two looks for acknowledgements: they free memory, nobody waits for them."""
+FIRST_LOOK_S = 0.001
+"""From an offer to the first look for its acknowledgement: until then the thread would only take time from the hand-over."""
 IDLE_PAUSE_S = 0.02
 """Pause while nothing is outstanding. A peer that connects needs a few looks of this side before its first read can end."""
 SPIN_S = 50e-6
@@ -95,6 +97,7 @@ class AgentThread:
         self._peers: dict[str, PeerIdentity] = {}
         self._moves: list[_Move] = []
         self._expecting = False
+        self._first_look: asyncio.TimerHandle | None = None
         self._last_offer = time.perf_counter()
 
     # On the event loop.
@@ -112,6 +115,8 @@ class AgentThread:
 
     async def stop(self) -> None:
         """End reads in flight, drop the agent and end the thread. Calling again does nothing."""
+        if self._first_look is not None:
+            self._first_look.cancel()
         if self._thread.is_alive():
             self._jobs.put(self._stop)
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
@@ -143,6 +148,11 @@ class AgentThread:
     def expect_arrival(self) -> None:
         """An offer was made: look for its acknowledgement from now on."""
         self._last_offer = time.perf_counter()
+        if self._asleep and self._first_look is None:
+            self._first_look = self._loop.call_later(FIRST_LOOK_S, self._look_now)
+
+    def _look_now(self) -> None:
+        self._first_look = None
         self._rouse()
 
     def _at_once(self, peer: PeerIdentity, work: Callable[[], None]) -> bool:
