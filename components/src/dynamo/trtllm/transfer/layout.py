@@ -7,10 +7,11 @@ eight bytes of generation. Works on any device; this module allocates nothing an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES, HEADER_BYTES, ITEM_BYTES, TRAILER_BYTES, TensorSpec
+from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES, HEADER_BYTES, ITEM_BYTES, TRAILER_BYTES, WORD_BYTES, TensorSpec
 from dynamo.trtllm.transfer.pool import round_up
 
 INVALID_GENERATION = 0
@@ -55,12 +56,20 @@ def write(memory: torch.Tensor, specs: Sequence[TensorSpec], tensors: Mapping[st
 
 def mark(memory: torch.Tensor, generation: int) -> None:
     """Write `generation` before and after the payload; `INVALID_GENERATION` says that the segment holds no offer."""
-    memory[:8].view(torch.int64).fill_(generation)
-    memory[-TRAILER_BYTES:].view(torch.int64).fill_(generation)
     if memory.is_cuda:
+        memory[:WORD_BYTES].view(torch.int64).fill_(generation)
+        memory[-WORD_BYTES:].view(torch.int64).fill_(generation)
         torch.cuda.current_stream(memory.device).synchronize()
+    else:
+        words = memory.numpy().view("int64")
+        words[0] = words[-1] = generation
 
 
 def is_marked(memory: torch.Tensor, generation: int) -> bool:
     """True when `generation` stands both before and after the payload."""
-    return memory[:8].view(torch.int64).item() == generation == memory[-TRAILER_BYTES:].view(torch.int64).item()
+    words: Any
+    if memory.is_cuda:
+        words = torch.stack([memory[:WORD_BYTES].view(torch.int64), memory[-WORD_BYTES:].view(torch.int64)]).flatten().tolist()
+    else:
+        words = memory.numpy().view("int64")
+    return bool(words[0] == generation == words[-1])

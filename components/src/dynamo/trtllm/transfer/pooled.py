@@ -403,7 +403,8 @@ class PooledTransfer(Transfer):
         except Exception:
             self._counts["failures"] += 1
             raise
-        self._acknowledge(descriptor)
+        # After the caller has gone on: nobody waits for the acknowledgement.
+        asyncio.get_running_loop().call_soon(self._acknowledge, descriptor)
         self._counts.update(fetches=1, fetched_bytes=descriptor.payload_bytes)
         tensors = layout.views(segment.memory, descriptor.tensors)
         if copy or device not in (None, home):
