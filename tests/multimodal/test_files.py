@@ -17,10 +17,10 @@ SECRET = b"not for clients"
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """An allowed directory beside one that is not, which holds a secret."""
-    outside = tmp_path / "root_evil"
+    outside = tmp_path / "allowed_evil"
     outside.mkdir()
     (outside / "x.pt").write_bytes(SECRET)
-    inside = tmp_path / "root"
+    inside = tmp_path / "allowed"
     (inside / "deep").mkdir(parents=True)
     (inside / "deep" / "a.pt").write_bytes(b"data")
     (inside / "file-link").symlink_to(outside / "x.pt")
@@ -46,7 +46,7 @@ def test_the_root_itself_may_be_reached_by_a_link(root: Path, tmp_path: Path) ->
     "path",
     [
         "{root}/missing.pt",
-        "{root}/../root_evil/x.pt",
+        "{root}/../allowed_evil/x.pt",
         "{root}_evil/x.pt",
         "{root}_evil/missing.pt",
         "{root}/file-link",
@@ -64,7 +64,7 @@ def test_the_root_itself_may_be_reached_by_a_link(root: Path, tmp_path: Path) ->
         "//host/x.pt",
         "\\\\host\\x.pt",
         "deep/a.pt",
-        "../root/deep/a.pt",
+        "../allowed/deep/a.pt",
         "~/x.pt",
         "/proc/self/environ",
         "/etc/passwd",
