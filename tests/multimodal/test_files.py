@@ -87,7 +87,7 @@ def test_a_directory_that_becomes_a_link_after_the_check_gives_nothing_away(
 
     def swap_and_open(path: str, flags: int) -> int:
         (root / "deep").rename(root / "moved")
-        (root / "deep").symlink_to(root.parent / "root_evil")
+        (root / "deep").symlink_to(root.parent / "allowed_evil")
         return open_file(path, flags)
 
     monkeypatch.setattr(files.os, "open", swap_and_open)
