@@ -38,7 +38,8 @@ Environment of all scripts
   MAX_FILE_SIZE_MB          largest image or embedding file
   DYN_HTTP_PORT             port of the frontend (default 8000; 0 takes a free one)
   DYN_HTTP_HOST             address of the frontend (default 0.0.0.0)
-  DYN_DISCOVERY_BACKEND     file (default, in a directory of its own), etcd, kubernetes or mem
+  DYN_DISCOVERY_BACKEND     file (default, in a directory of its own, and then what the processes say to each other stays on
+                            loopback), etcd, kubernetes or mem
   DYN_SYSTEM_PORT           status port of the first worker; each further worker takes the next one
   DYN_REQUEST_PLANE and all other variables of Dynamo are passed on as they are
   DYNAMO_PYTHON             the Python to use (default: .venv of this checkout, else python3)
@@ -213,6 +214,10 @@ launch_prepare() {
     fi
     if [[ ${DYN_DISCOVERY_BACKEND:-file} == file && -z ${DYN_FILE_KV-} ]]; then
         launch_supervision+=(--temporary DYN_FILE_KV)
+        # All processes are on this machine then, and what they say to each other asks for no password.
+        launch_environment+=("DYN_TCP_RPC_HOST=${DYN_TCP_RPC_HOST:-127.0.0.1}")
+        launch_environment+=("DYN_TCP_RESPONSE_STREAM_HOST=${DYN_TCP_RESPONSE_STREAM_HOST:-127.0.0.1}")
+        launch_environment+=("DYN_EVENT_PLANE_HOST=${DYN_EVENT_PLANE_HOST:-127.0.0.1}")
     fi
 }
 

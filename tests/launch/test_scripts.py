@@ -69,6 +69,9 @@ def test_agg_plans_a_frontend_and_one_worker_with_what_is_set_and_nothing_else()
         "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "60000",
         "DYN_MIGRATION_LIMIT": "3",
         "OMP_NUM_THREADS": "1",
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
+        "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
+        "DYN_EVENT_PLANE_HOST": "127.0.0.1",
     }
     assert commands == [(environment, FRONTEND), (environment, worker())]
 
@@ -104,6 +107,7 @@ def test_every_variable_becomes_its_flag_and_arguments_after_the_dashes_go_to_th
         *["--max-file-size-mb", "7", "--max-images", "3", "a b"],
     ]
     assert environment["DYN_DISCOVERY_BACKEND"] == "etcd"
+    assert not [name for name in environment if name.endswith("_HOST")]
     assert environment["DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS"] == "5"
     assert (environment["DYN_SYSTEM_PORT"], frontend_environment["DYN_SYSTEM_PORT"]) == ("9000", "-1")
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"

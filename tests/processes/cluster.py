@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 START_DEADLINE_S = 120.0
+LOOPBACK_ONLY = dict.fromkeys(
+    ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST"), "127.0.0.1"
+)
+"""Where each server inside Dynamo listens; by default the machine's own address or all of them."""
 POLL_S = 0.1
 DEMO_NAME = "demo"
 
@@ -170,6 +174,7 @@ class Cluster:
         environment = {
             **base,
             **self._planes,
+            **LOOPBACK_ONLY,
             "DYN_FILE_KV": str(self.directory / "discovery"),
             "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0.2",
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "60000",

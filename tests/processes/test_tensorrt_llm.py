@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from processes.cluster import Answer, Cluster, wait_until
+from processes.cluster import Answer, Cluster, Managed, wait_until
 from processes.media import png
 from processes.topologies import Deployment, deploy
 
@@ -101,19 +102,32 @@ def counted(deployment: Deployment, what: str) -> list[float]:
     return [sum(v for name, v in worker.metrics().items() if what in name) for worker in deployment.all()]
 
 
+def overlaps(frontend: Managed) -> list[int]:
+    """Of each request so far: how many of its blocks the router took the chosen worker to have."""
+    return [int(found) for found in re.findall(r"with (\d+)/\d+ blocks overlap", frontend.text())]
+
+
 def test_the_kv_router_sends_a_prompt_to_the_worker_that_has_its_blocks(model: Path) -> None:
     options = ("--engine", "tensorrt_llm", "--model-path", str(model), "--publish-events-and-metrics")
-    with Cluster(env={**environment("1.3.0rc29"), "DYN_ROUTER_MODE": "kv"}) as cluster:
+    with Cluster(env={**environment("1.3.0rc29"), "DYN_ROUTER_MODE": "kv", "DYN_LOG": "debug"}) as cluster:
         deployment = deploy("agg", cluster, options=options, count=2)
+        frontend = next(each for each in cluster.processes if each.name == "frontend")
         words = "a red circle on a blue background. " * 20
-        answers = {cluster.complete(words, max_tokens=4).text}
-        wait_until(lambda: sum(counted(deployment, "kv_events_total")) > 0, "the first KV cache event", 30.0)
-        first = counted(deployment, "requests_total")
-        for _ in range(6):
+        answers = set()
+
+        def ask() -> int:
             answers.add(cluster.complete(words, max_tokens=4).text)
+            return overlaps(frontend)[-1]
+
+        # The router hears of the blocks some time after the answer.
+        wait_until(lambda: ask() > 0, "a request routed by its blocks", 30.0)
+        first = counted(deployment, "requests_total")
+        blocks = {ask() for _ in range(6)}
         last = counted(deployment, "requests_total")
         logs = [worker.text() for worker in deployment.all()]
+        assert sum(counted(deployment, "kv_events_total")) > 0
     assert len(answers) == 1
+    assert blocks == {5}
     grown = [after - before for before, after in zip(first, last, strict=True)]
     assert sorted(grown) == [0, 6]
     assert not [log for log in logs if "could not be used" in log]

@@ -63,7 +63,7 @@ async def test_the_reply_describes_each_item_in_order_and_its_tensors_can_be_rea
     reader = await start_transfer(stack)
     async with await reader.fetch(reply.items[1].transfer, 10.0) as received:
         assert received.tensors["features"].tolist() == [[2.5] * HIDDEN] * 3
-    assert worker.transfer.stats().open_offers == 2
+    await until(lambda: worker.transfer.stats().open_offers == 2)
 
 
 @pytest.mark.asyncio

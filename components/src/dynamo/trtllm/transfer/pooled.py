@@ -105,6 +105,7 @@ class PooledTransfer(Transfer):
         self._background: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._board: Board | None = None
+        self._identity: PeerIdentity | None = None
         self._changed = asyncio.Event()
         self._housekeeper: asyncio.Task[None] | None = None
 
@@ -184,8 +185,11 @@ class PooledTransfer(Transfer):
 
     @property
     def identity(self) -> PeerIdentity:
-        beacon = self._require_board().base
-        return PeerIdentity(name=self._name, incarnation=self._incarnation, metadata=self._metadata(), beacon=beacon)
+        metadata = self._metadata()
+        if self._identity is None or self._identity.metadata != metadata:
+            beacon = self._require_board().base
+            self._identity = PeerIdentity(name=self._name, incarnation=self._incarnation, metadata=metadata, beacon=beacon)
+        return self._identity
 
     def _require_board(self) -> Board:
         if self._board is None:
@@ -307,7 +311,8 @@ class PooledTransfer(Transfer):
         offer = Offer(descriptor, lambda: self._withdraw(generation, OfferState.RELEASED))
         first = not self._open and not self._quarantine
         self._open[generation] = _Held(offer, segment, word, self._clock() + self._time_to_live_s)
-        self._counts.update(offers=1, offered_bytes=descriptor.payload_bytes)
+        self._counts["offers"] += 1
+        self._counts["offered_bytes"] += descriptor.payload_bytes
         if first:
             self._changed.set()
         self._offered()
@@ -405,7 +410,8 @@ class PooledTransfer(Transfer):
             raise
         # After the caller has gone on: nobody waits for the acknowledgement.
         asyncio.get_running_loop().call_soon(self._acknowledge, descriptor)
-        self._counts.update(fetches=1, fetched_bytes=descriptor.payload_bytes)
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += descriptor.payload_bytes
         tensors = layout.views(segment.memory, descriptor.tensors)
         if copy or device not in (None, home):
             try:
