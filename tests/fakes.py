@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
-from dynamo.trtllm.egress import Chunk, Egress, Handler
+from dynamo.trtllm.egress import Egress, Handler
 from dynamo.trtllm.errors import EngineDead
+from dynamo.trtllm.response import Chunk, to_chunk
 
 MAX_TURNS = 10_000
 
@@ -105,6 +107,13 @@ def served_by(handler: Handler) -> Answer:
 
 def ignore_death(error: EngineDead) -> None:
     """For `Egress(on_dead=...)` where no engine dies."""
+
+
+async def answered(handler: Handler, raw: Mapping[str, Any], context: FakeContext | None = None) -> AsyncGenerator[Chunk, None]:
+    """The chunks of one request, as the frontend would get them."""
+    async with aclosing(await handler.respond(raw, context or FakeContext())) as outputs:
+        async for output in outputs:
+            yield to_chunk(output)
 
 
 async def collect(stream: AsyncIterator[Chunk]) -> list[Chunk]:

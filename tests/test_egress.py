@@ -14,8 +14,9 @@ import pytest
 from dynamo.llm import exceptions as dynamo
 
 from dynamo.trtllm import egress as module
-from dynamo.trtllm.egress import DIRECT_CHUNKS, CancelWatch, Chunk, Context, Egress, Outlet, StreamClosed
+from dynamo.trtllm.egress import DIRECT_CHUNKS, CancelWatch, Context, Egress, Outlet, StreamClosed
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, PeerTimeout, RequestCancelled
+from dynamo.trtllm.response import Chunk
 from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, until
 
 SHORT_S = 0.02
@@ -32,7 +33,10 @@ class Scripted:
         self.started = asyncio.Event()
         self.ended = False
 
-    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+        return self._chunks()
+
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         self.started.set()
         try:
             for index in range(self.count):
@@ -358,11 +362,14 @@ async def test_draining_waits_for_the_last_request_and_then_refuses_new_ones() -
 @pytest.mark.asyncio
 async def test_the_watch_looks_only_while_there_is_something_to_watch() -> None:
     watch = CancelWatch()
-    with watch.watching(FakeContext()):
-        task = watch._task
-        assert task is not None
+    first, second = FakeContext(), FakeContext()
+    watch.add(first)
+    task = watch._task
+    assert task is not None
+    watch.remove(first)
     await task
-    with watch.watching(FakeContext()):
-        assert watch._task is not task
+    watch.add(second)
+    assert watch._task is not task
+    watch.remove(second)
     assert watch._task is not None
     await watch._task

@@ -74,7 +74,7 @@ class Engine(DoubleEngine):
 
 
 class NoHandler:
-    def generate(self, raw: Mapping[str, Any], context: Any) -> Any:
+    async def respond(self, raw: Mapping[str, Any], context: Any) -> Any:
         raise NotImplementedError
 
 

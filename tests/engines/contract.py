@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from dynamo.trtllm.engines.port import (
     Sampling,
     Step,
     StepLogprobs,
+    Tokens,
     Usage,
 )
 
@@ -53,9 +54,20 @@ def request(ids: Sequence[int], *, media: Sequence[PlacedMedia] = (), request_id
     return EngineRequest(request_id=request_id, prompt=Prompt(tuple(ids), tuple(media)), sampling=Sampling(**sampling))
 
 
-def add(output: Output, step: Step) -> None:
+def as_step(output: Step | Tokens) -> Step:
+    """The whole step, where only its token ids came."""
+    return Step(output) if isinstance(output, list) else output
+
+
+async def steps_of(stream: AsyncGenerator[Step | Tokens, None]) -> list[Step]:
+    """Everything that comes, each as a whole step."""
+    return [as_step(output) async for output in stream]
+
+
+def add(output: Output, step: Step | Tokens) -> None:
     """Add one step; fails when anything follows the end."""
     assert output.finish is None, "a step followed the final one"
+    step = as_step(step)
     output.token_ids.extend(step.token_ids)
     output.logprobs.extend(step.logprobs or ())
     output.steps += 1

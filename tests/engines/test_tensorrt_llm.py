@@ -17,7 +17,7 @@ from dynamo.trtllm.config import Modality, Role
 from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Sampling, Step
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
-from engines.contract import generate, split
+from engines.contract import as_step, generate, split, steps_of
 from engines.tensorrt_llm_subject import (
     RELEASES,
     TRANSCEIVER,
@@ -50,7 +50,7 @@ async def read(stream: Any, count: int) -> list[Step]:
     steps: list[Step] = []
     async with aclosing(stream) as open_stream:
         async for step in open_stream:
-            steps.append(step)
+            steps.append(as_step(step))
             if len(steps) == count:
                 break
     return steps
@@ -293,7 +293,7 @@ async def test_routing_options_go_where_the_release_has_them(release: str, model
 @pytest.mark.asyncio
 async def test_steps_hold_only_what_is_new_and_stay_as_they_are(release: str, model: Path) -> None:
     async with started(engine_config(model)) as (engine, _):
-        steps = [step async for step in engine.generate(ask(max_tokens=8, ignore_eos=True))]
+        steps = await steps_of(engine.generate(ask(max_tokens=8, ignore_eos=True)))
         whole = await generate(engine, ask(max_tokens=8, ignore_eos=True))
         assert [len(step.token_ids) for step in steps] == [1] * 8
         assert [step.token_ids[0] for step in steps] == whole.token_ids
@@ -495,7 +495,7 @@ async def test_fields_that_decodes_release_does_not_have_are_left_out(release: s
         assert prefilled.state is not None
         meta = dict(prefilled.state.meta)
         meta["params"] = {**meta["params"], "remote_tail_start": 3, "multimodal_embedding_handles": [{}]}
-        rest = [t async for step in engine.decode(asked, prefilled.first, EngineState(meta)) for t in step.token_ids]
+        rest = [t for step in await steps_of(engine.decode(asked, prefilled.first, EngineState(meta))) for t in step.token_ids]
         assert [*prefilled.first.token_ids, *rest] == whole.token_ids
 
 
@@ -578,7 +578,7 @@ async def test_prefill_in_one_process_and_decode_in_another_give_what_one_engine
     asked = ask(tuple(sent["ids"]), max_tokens=9, ignore_eos=True)
     async with started(engine_config(model, Role.DECODE)) as (engine, _):
         stream = engine.decode(asked, Step(sent["first"]), EngineState(sent["meta"]))
-        rest = [token async for step in stream for token in step.token_ids]
+        rest = [token for step in await steps_of(stream) for token in step.token_ids]
     async with started(engine_config(model)) as (engine, _):
         assert sent["first"] + rest == (await generate(engine, asked)).token_ids
 

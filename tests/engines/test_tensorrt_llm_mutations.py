@@ -24,7 +24,7 @@ import dynamo.trtllm.engines.tensorrt_llm as adapter
 from dynamo.trtllm.config import Role
 from dynamo.trtllm.engines.port import EngineRequest, EngineState, GuidedDecoding, Prompt, Sampling
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
-from engines.contract import Output, add, generate
+from engines.contract import Output, add, generate, steps_of
 from engines.tensorrt_llm_subject import (
     LLAMA4,
     LLAVA,
@@ -148,7 +148,7 @@ async def embeddings_from_files(place: Place) -> None:
 
 async def streaming_in_deltas(place: Place) -> None:
     async with place.started() as (engine, _):
-        steps = [step async for step in engine.generate(ask(max_tokens=40, ignore_eos=True))]
+        steps = await steps_of(engine.generate(ask(max_tokens=40, ignore_eos=True)))
         assert [len(step.token_ids) for step in steps] == [1] * 40
         assert instances()[-1].seen[-1]["sampling_params"].detokenize is False
 
@@ -245,7 +245,7 @@ async def fields_of_another_release(place: Place) -> None:
         prefilled = await engine.prefill(ask(**OPTIONS))
         params = {**prefilled.state.meta["params"], "new_field": 1, "multimodal_embedding_handles": [{}]}
         state = EngineState({**prefilled.state.meta, "params": params})
-        steps = [step async for step in engine.decode(ask(**OPTIONS), prefilled.first, state)]
+        steps = await steps_of(engine.decode(ask(**OPTIONS), prefilled.first, state))
         assert steps[-1].finish == "length"
 
 

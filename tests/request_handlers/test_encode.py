@@ -18,7 +18,7 @@ from dynamo.trtllm.errors import EngineDead, EngineFault, LimitFault, Overloaded
 from dynamo.trtllm.messages import EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.local import LocalTransfer
-from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, until
+from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, until
 from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
 from request_handlers.topology import start_transfer
 
@@ -30,7 +30,7 @@ class Worker:
     handler: EncodeHandler
 
     async def reply(self, raw: dict[str, Any]) -> EncodeReply:
-        (chunk,) = await collect(self.handler.generate(raw, FakeContext()))
+        (chunk,) = await collect(answered(self.handler, raw))
         return EncodeReply.parse(chunk, "encode")
 
 
@@ -93,9 +93,9 @@ async def test_a_call_of_another_release_is_refused(stack: AsyncExitStack, raw: 
 async def test_a_health_check_asks_the_engine_and_offers_nothing(stack: AsyncExitStack) -> None:
     worker = await start(stack)
     raw = {"_HEALTH_CHECK": True, "items": []}
-    assert await collect(worker.handler.generate(raw, FakeContext())) == [{"token_ids": [], "finish_reason": "stop"}]
+    assert await collect(answered(worker.handler, raw)) == [{"token_ids": [], "finish_reason": "stop"}]
     await worker.engine.close()
-    assert type(await outcome(collect(worker.handler.generate(raw, FakeContext())))) is EngineDead
+    assert type(await outcome(collect(answered(worker.handler, raw)))) is EngineDead
     assert worker.transfer.stats().offers_total == 0
 
 

@@ -17,11 +17,12 @@ from dynamo.trtllm.request_handlers import handlers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, to_chunk
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.request_handlers.handlers import create_handler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
+from dynamo.trtllm.response import Output, to_chunk
 from dynamo.trtllm.transfer.local import LocalTransfer
-from fakes import FakeClient, FakeContext, collect, raw_request
+from fakes import FakeClient, answered, collect, raw_request
 from media_parts import PLACEHOLDER, GatedEngine, png_url
 
 ENCODE = "dyn://dynamo.tensorrt_llm_encode.generate"
@@ -154,7 +155,7 @@ async def test_a_transfer_is_closed_when_its_handler_cannot_be_built(
 async def test_an_aggregated_worker_answers_about_pictures_and_shows_its_cache() -> None:
     handler = await create(Role.AGGREGATED)
     raw = raw_request(1, PLACEHOLDER, images=(png_url(1),), stop={"max_tokens": 3, "ignore_eos": True})
-    chunks = await collect(handler.generate(raw, FakeContext()))
+    chunks = await collect(answered(handler, raw))
     assert [len(each["token_ids"]) for each in chunks] == [1, 1, 1]
     assert chunks[-1]["completion_usage"]["prompt_tokens"] == 5
     assert handler.stats()["cache_entries"] == 1
@@ -167,6 +168,8 @@ TOP = (TokenLogprob(5, -0.1, 1), TokenLogprob(6, -2.5, 2))
 @pytest.mark.parametrize(
     ("step", "chunk"),
     [
+        ([5, 6], {"token_ids": [5, 6], "index": 0}),
+        ({"token_ids": [5], "disaggregated_params": {}}, {"token_ids": [5], "disaggregated_params": {}}),
         (Step((5,)), {"token_ids": (5,), "index": 0}),
         (
             Step((), None, "eos", None, Usage(3, 4, 2)),
@@ -199,7 +202,7 @@ TOP = (TokenLogprob(5, -0.1, 1), TokenLogprob(6, -2.5, 2))
             },
         ),
     ],
-    ids=["plain", "end", "stop", "logprob", "top"],
+    ids=["bare", "chunk", "plain", "end", "stop", "logprob", "top"],
 )
-def test_a_step_becomes_dynamos_chunk(step: Step, chunk: dict[str, Any]) -> None:
+def test_a_step_becomes_dynamos_chunk(step: Output, chunk: dict[str, Any]) -> None:
     assert to_chunk(step) == chunk

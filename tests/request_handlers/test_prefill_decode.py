@@ -14,7 +14,7 @@ import pytest_asyncio
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import EngineRequest, Step
 from dynamo.trtllm.errors import ClientFault, EngineFault, Overloaded, PeerFault, PeerUnavailable
-from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, raw_request, until
+from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, raw_request, until
 from media_parts import PLACEHOLDER, png_url
 from request_handlers.topology import (
     KV_BYTES,
@@ -159,7 +159,7 @@ async def test_each_engine_is_asked_with_what_the_request_brought(both: Pair) ->
 async def test_a_health_check_hands_nothing_over_in_either_role(both: Pair) -> None:
     raw = {**raw_request(1, stop={"max_tokens": 1, "ignore_eos": True}), "_HEALTH_CHECK": True}
     for handler in (both.prefill.handler, both.decode):
-        (chunk,) = await collect(handler.generate(raw, FakeContext()))
+        (chunk,) = await collect(answered(handler, raw))
         assert (chunk["finish_reason"], len(chunk["token_ids"]), "disaggregated_params" in chunk) == ("length", 1, False)
     assert (both.prefill.engine.requests, both.engine.requests) == ([], [])
     both.assert_nothing_held()
@@ -240,8 +240,8 @@ async def test_a_client_that_leaves_during_prefill_leaves_no_offer(both: Pair) -
 async def test_a_client_that_leaves_while_its_offer_waits_for_room_frees_the_state(stack: AsyncExitStack) -> None:
     worker = await prefill_worker(stack, {"pool_bytes": 4096}, kv_bytes_per_token=1000)
     raw = raw_request(*PROMPT)
-    (_,) = await collect(worker.handler.generate(raw, FakeContext()))
-    running = asyncio.create_task(collect(worker.handler.generate(raw, FakeContext())))
+    (_,) = await collect(answered(worker.handler, raw))
+    running = asyncio.create_task(collect(answered(worker.handler, raw)))
     await until(lambda: worker.transfer.stats().waiting_offers == 1)
     await cancelled(running)
     assert worker.engine.released == 2

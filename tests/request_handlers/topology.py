@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, TransferConfig
-from dynamo.trtllm.egress import Chunk
 from dynamo.trtllm.engines.double import DoubleEngine
-from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled, Step
+from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled, Step, Tokens
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers import PeerClient, PrefillPeers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
+from dynamo.trtllm.response import Chunk
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 from dynamo.trtllm.transfer.local import LocalTransfer
 from dynamo.trtllm.transfer.pool import round_up
 from dynamo.trtllm.transfer.port import Received
-from fakes import FakeClient, FakeContext, collect, served_by
+from fakes import FakeClient, FakeContext, answered, collect, served_by
 from media_parts import IMAGE_TOKENS, PLACEHOLDER, loader_over
 
 POOL_BYTES = 1 << 20
@@ -47,7 +47,7 @@ class RecordingEngine(DoubleEngine):
         self.fail_decode: Exception | None = None
         self.decoding = 0
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Step | Tokens, None]:
         self.generated.append(request)
         return super().generate(request)
 
@@ -62,7 +62,7 @@ class RecordingEngine(DoubleEngine):
         state = EngineState(done.state.meta, done.state.tensors, self._release)
         return Prefilled(done.first, done.prompt_token_ids, state, cached_tokens=2)
 
-    async def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+    async def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
         self.requests.append(request)
         self.decoding += 1
         try:
@@ -117,7 +117,7 @@ class Pair:
     async def prefilled(self, raw: Mapping[str, Any], context: FakeContext | None = None) -> Chunk:
         """Prefill's one reply to what the frontend would send it."""
         stop = {**raw["stop_conditions"], "max_tokens": 1}
-        (reply,) = await collect(self.prefill.handler.generate({**raw, "stop_conditions": stop}, context or FakeContext()))
+        (reply,) = await collect(answered(self.prefill.handler, {**raw, "stop_conditions": stop}, context))
         return dict(json.loads(json.dumps(reply)))
 
     def decoded(
@@ -125,7 +125,7 @@ class Pair:
     ) -> AsyncGenerator[Chunk, None]:
         """Decode's stream for a request whose prefill replied with `reply`; None: the frontend found no prefill worker."""
         result = None if reply is None else {"disaggregated_params": reply["disaggregated_params"]}
-        return self.decode.generate({**raw, "prefill_result": result}, context or FakeContext())
+        return answered(self.decode, {**raw, "prefill_result": result}, context)
 
     async def run(self, raw: Mapping[str, Any]) -> list[Chunk]:
         """Both stages, as the frontend runs them: any end but "length" is answered from prefill's reply."""
@@ -187,7 +187,7 @@ async def aggregated(raw: Mapping[str, Any], **script: Any) -> list[Chunk]:
     engine = RecordingEngine(**script)
     info = await engine.start()
     handler = AggregatedHandler(engine, info, MultimodalProcessor(info, await loader_over(engine)))
-    return await collect(handler.generate(raw, FakeContext()))
+    return await collect(answered(handler, raw))
 
 
 def joined(chunks: list[Chunk]) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
@@ -22,6 +24,9 @@ _PART_KINDS: tuple[tuple[str, Literal["image", "video", "audio"]], ...] = (
     ("audio_url", "audio"),
 )
 _MAX_LOGPROBS = 100
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +62,22 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
     routing = _mapping(raw, "routing")
     if routing.get("lora_name"):
         raise ClientFault("LoRA adapters are not supported; ask for the base model")
-    if any(_flatten(_mapping(raw, "multi_modal_uuids").values())):
+    uuids = _mapping(raw, "multi_modal_uuids")
+    if uuids and any(_flatten(uuids.values())):
         raise ClientFault("a content part's uuid is not supported; leave it out")
     if _mapping(raw, "mm_processor_kwargs"):
         raise ClientFault("mm_processor_kwargs is not supported; leave it out")
+    media = _mapping(raw, "multi_modal_data")
     return Request(
         model=str(raw.get("model", "")),
         token_ids=_token_ids(raw.get("token_ids")),
         sampling=_sampling(raw),
-        media=_media(_mapping(raw, "multi_modal_data")),
+        media=_media(media) if media else (),
         text=extra.get("formatted_prompt"),
         prefill_result=_prefill_result(raw.get("prefill_result")),
-        priority=_number(routing, "priority"),
+        priority=_optional(_number, routing, "priority"),
         cache_salt=routing.get("cache_salt"),
-        dp_rank=_integer(routing, "dp_rank"),
+        dp_rank=_optional(_integer, routing, "dp_rank"),
         is_health_check=bool(raw.get("_HEALTH_CHECK")),
         media_hashes=tuple(extra.get("mm_hashes") or ()),
     )
@@ -79,57 +86,37 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
 def _sampling(raw: Mapping[str, Any]) -> Sampling:
     options, stop, output = (_mapping(raw, key) for key in ("sampling_options", "stop_conditions", "output_options"))
     _refuse_unsupported(options)
-    max_tokens = _integer(stop, "max_tokens")
-    if max_tokens is not None and max_tokens < 1:
-        raise ClientFault(f"max_tokens must be at least 1, not {max_tokens}")
-    hidden = frozenset(_ids(stop, "stop_token_ids_hidden"))
-    eos = frozenset(_ids(raw, "eos_token_ids")) or hidden
+    # Most requests set two or three of them, so what is looked up is the given options and not the possible ones.
+    chosen = {name: _OPTIONS[name](name, value) for name, value in options.items() if value is not None and name in _OPTIONS}
+    eos = frozenset(raw.get("eos_token_ids") or stop.get("stop_token_ids_hidden") or ())
+    stops = (*(stop.get("stop_token_ids") or ()), *(stop.get("stop_token_ids_visible") or ()))
     return Sampling(
-        temperature=_number(options, "temperature", low=0.0),
-        top_p=_number(options, "top_p", low=0.0, high=1.0),
-        top_k=_top_k(options),
-        min_p=_number(options, "min_p", low=0.0, high=1.0),
-        seed=_integer(options, "seed"),
-        repetition_penalty=_repetition_penalty(options),
-        presence_penalty=_number(options, "presence_penalty", low=-2.0, high=2.0),
-        frequency_penalty=_number(options, "frequency_penalty", low=-2.0, high=2.0),
-        max_tokens=max_tokens,
-        min_tokens=max(0, _integer(stop, "min_tokens") or 0),
-        stop_token_ids=frozenset((*_ids(stop, "stop_token_ids"), *_ids(stop, "stop_token_ids_visible"))) - eos,
+        **chosen,
+        max_tokens=_optional(_max_tokens, stop, "max_tokens"),
+        min_tokens=max(0, _optional(_integer, stop, "min_tokens") or 0),
+        stop_token_ids=frozenset(stops) - eos,
         eos_token_ids=eos,
         ignore_eos=bool(stop.get("ignore_eos")),
-        logprobs=_count(output, "logprobs"),
-        prompt_logprobs=_count(output, "prompt_logprobs"),
-        guided=_guided(options.get("guided_decoding")),
+        logprobs=_optional(_count, output, "logprobs"),
+        prompt_logprobs=_optional(_count, output, "prompt_logprobs"),
+        guided=_optional(_guided, options, "guided_decoding"),
     )
 
 
 def _refuse_unsupported(options: Mapping[str, Any]) -> None:
     for name in ("n", "best_of"):
-        count = _integer(options, name)
+        count = _optional(_integer, options, name)
         if count is not None and count != 1:
             raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count}")
     if options.get("use_beam_search"):
         raise ClientFault("beam search is not supported")
 
 
-def _top_k(options: Mapping[str, Any]) -> int | None:
-    top_k = _integer(options, "top_k")
-    return top_k if top_k is not None and top_k > 0 else None  # 0 and -1 mean all tokens, as in the OpenAI extensions
-
-
-def _repetition_penalty(options: Mapping[str, Any]) -> float | None:
-    penalty = _number(options, "repetition_penalty", low=0.0)
-    if penalty == 0.0:
-        raise ClientFault("repetition_penalty must be greater than 0")
-    return penalty
-
-
-def _guided(raw: Any) -> GuidedDecoding | None:
+def _guided(name: str, raw: Any) -> GuidedDecoding | None:
     if not raw:
         return None
     if not isinstance(raw, Mapping):
-        raise ClientFault("guided_decoding must be an object")
+        raise ClientFault(f"{name} must be an object")
     given = {name: value for name, value in raw.items() if value not in (None, False, [], "")}
     known = {name: given[name] for name in ("json", "regex", "grammar", "json_object", "structural_tag") if name in given}
     if given.get("choice"):
@@ -177,43 +164,70 @@ def _token_ids(raw: Any) -> tuple[int, ...]:
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = raw.get(key)
     if value is None:
-        return {}
-    if not isinstance(value, Mapping):
+        return _EMPTY
+    if not isinstance(value, (dict, Mapping)):  # a dict is found without asking the abstract class
         raise ClientFault(f"{key} must be an object")
     return value
 
 
-def _number(raw: Mapping[str, Any], key: str, *, low: float | None = None, high: float | None = None) -> float | None:
+def _optional(check: Callable[[str, Any], Value], raw: Mapping[str, Any], key: str) -> Value | None:
     value = raw.get(key)
-    if value is None:
-        return None
+    return None if value is None else check(key, value)
+
+
+def _number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ClientFault(f"{key} must be a number")
-    if (low is not None and value < low) or (high is not None and value > high):
-        bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-        raise ClientFault(f"{key} must be {bounds}, not {value:g}")
+        raise ClientFault(f"{name} must be a number")
+    if not low <= value <= high:
+        bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise ClientFault(f"{name} must be {bounds}, not {value:g}")
     return float(value)
 
 
-def _integer(raw: Mapping[str, Any], key: str) -> int | None:
-    value = raw.get(key)
-    if value is None:
-        return None
+def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1:
-        raise ClientFault(f"{key} must be a whole number")
+        raise ClientFault(f"{name} must be a whole number")
     return int(value)
 
 
-def _count(raw: Mapping[str, Any], key: str) -> int | None:
-    value = _integer(raw, key)
-    if value is not None and not 0 <= value <= _MAX_LOGPROBS:
-        raise ClientFault(f"{key} must be between 0 and {_MAX_LOGPROBS}, not {value}")
-    return value
+def _max_tokens(name: str, value: Any) -> int:
+    count = _integer(name, value)
+    if count < 1:
+        raise ClientFault(f"{name} must be at least 1, not {count}")
+    return count
 
 
-def _ids(raw: Mapping[str, Any], key: str) -> Sequence[int]:
-    return raw.get(key) or ()
+def _count(name: str, value: Any) -> int:
+    count = _integer(name, value)
+    if not 0 <= count <= _MAX_LOGPROBS:
+        raise ClientFault(f"{name} must be between 0 and {_MAX_LOGPROBS}, not {count}")
+    return count
+
+
+def _top_k(name: str, value: Any) -> int | None:
+    top_k = _integer(name, value)
+    return top_k if top_k > 0 else None  # 0 and -1 mean all tokens, as in the OpenAI extensions
+
+
+def _repetition_penalty(name: str, value: Any) -> float:
+    penalty = _number(name, value, 0.0)
+    if penalty == 0.0:
+        raise ClientFault(f"{name} must be greater than 0")
+    return penalty
 
 
 def _flatten(values: Any) -> list[Any]:
     return [item for value in values for item in (value or ())]
+
+
+_OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+    "temperature": partial(_number, low=0.0),
+    "top_p": partial(_number, low=0.0, high=1.0),
+    "top_k": _top_k,
+    "min_p": partial(_number, low=0.0, high=1.0),
+    "seed": _integer,
+    "repetition_penalty": _repetition_penalty,
+    "presence_penalty": partial(_number, low=-2.0, high=2.0),
+    "frequency_penalty": partial(_number, low=-2.0, high=2.0),
+}
+"""What checks each sampling option; the frontend's names are those of `Sampling`."""

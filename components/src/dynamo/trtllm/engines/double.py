@@ -27,6 +27,7 @@ from dynamo.trtllm.engines.port import (
     Step,
     StepLogprobs,
     TokenLogprob,
+    Tokens,
     Usage,
 )
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
@@ -73,7 +74,7 @@ class DoubleEngine(Engine):
             raise StartupError(f"the double engine knows no script key {', '.join(unknown)}; see DoubleScript")
         self._script = DoubleScript(**script)
         first, span = self._script.first_token_id, self._script.token_span
-        self._plain_steps = [Step((token,)) for token in range(first, first + span)]
+        self._plain_steps: list[Tokens] = [[token] for token in range(first, first + span)]
         self._dead = False
         self._active = 0
         self._generated = 0
@@ -95,7 +96,7 @@ class DoubleEngine(Engine):
             hidden_size=_HIDDEN,
         )
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Step | Tokens, None]:
         return self._stream(request, None)
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
@@ -111,7 +112,7 @@ class DoubleEngine(Engine):
         finally:
             self._active -= 1
 
-    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
         return self._stream(request, state)
 
     def image_tokens(self, width: int, height: int) -> int | None:
@@ -166,7 +167,7 @@ class DoubleEngine(Engine):
         room = self._script.context_length - len(request.prompt.token_ids)
         return min(request.sampling.max_tokens or room, room)
 
-    async def _stream(self, request: EngineRequest, state: EngineState | None) -> AsyncGenerator[Step, None]:
+    async def _stream(self, request: EngineRequest, state: EngineState | None) -> AsyncGenerator[Step | Tokens, None]:
         """Both `generate` and, from a prefilled `state`, `decode`. One generator deep: this is run for every token."""
         if state is not None and (state.meta.get("schema") != STATE_SCHEMA or state.meta.get("engine") != "double"):
             raise EngineFault("the prefill worker's state is not one that this engine understands")

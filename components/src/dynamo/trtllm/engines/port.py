@@ -184,6 +184,12 @@ class Step(NamedTuple):
     """Set together with `finish`."""
 
 
+Tokens = list[int]
+"""A step that brought new token ids and nothing else, as almost all do: bare, because a `Step` around them costs more than all
+else that such a step needs. Whoever gets one leaves it as it is.
+"""
+
+
 @dataclass(frozen=True)
 class EngineState:
     """What decode needs of a prefilled request beside its token ids: `meta` is JSON, `tensors` move by the transfer.
@@ -226,7 +232,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[Step | Tokens, None]:
         """Run context and generation of `request` and yield its output as it comes."""
 
     @abstractmethod
@@ -234,7 +240,7 @@ class Engine(ABC):
         """Run the context stage and choose the first token. `request.sampling.max_tokens` is the request's own."""
 
     @abstractmethod
-    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
         """Continue a prefilled request after its `first` token, which is not yielded again.
 
         `request.prompt.token_ids` are the expanded ids and hold no media. Yields at least the final step.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from typing import Any
 
-from dynamo.trtllm.egress import Chunk, Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.engines.port import Engine, EngineInfo, Step, Tokens
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request import parse_request
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, to_chunk, transfer_stats
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -24,12 +23,10 @@ class AggregatedHandler(HandlerBase):
         self._processor = processor
         self._transfer = transfer
 
-    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step | Tokens, None]:
         request = parse_request(raw)
         prompt = await self._processor.prepare(request, context)
-        async with aclosing(self._engine.generate(engine_request(request, prompt, context))) as steps:
-            async for step in steps:
-                yield to_chunk(step)
+        return self._engine.generate(engine_request(request, prompt, context))
 
     async def close(self) -> None:
         await self._processor.close()

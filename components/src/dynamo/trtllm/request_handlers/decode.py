@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo.trtllm.config import TransferConfig
-from dynamo.trtllm.egress import Chunk, Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step, Tokens
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.messages import Handoff
 from dynamo.trtllm.peers import PrefillPeers
 from dynamo.trtllm.request import Request, parse_request
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, to_chunk, transfer_stats
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -37,18 +37,13 @@ class DecodeHandler(HandlerBase):
         self._prefill = prefill
         self._prefilled_again = 0
 
-    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step | Tokens, None]:
         request = parse_request(raw)
-        async with aclosing(self._steps(request, raw, context)) as steps:
-            async for step in steps:
-                yield to_chunk(step)
-
-    def _steps(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step, None]:
         if request.is_health_check:
             return self._canary(request, context)
         return self._decode(request, raw, context)
 
-    async def _decode(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step, None]:
+    async def _decode(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step | Tokens, None]:
         handoff = await self._handoff(request, raw, context)
         first = handoff.first_step()
         if first.finish is None and request.sampling.max_tokens == 1:
@@ -149,7 +144,7 @@ def _prefill_copy(raw: Mapping[str, Any], request: Request, lost: Handoff | None
     return {**raw, "token_ids": list(request.token_ids), "prefill_result": None, "sampling_options": sampling}
 
 
-def _with_cached(step: Step, cached_tokens: int) -> Step:
-    if step.usage is None or step.usage.cached_tokens == cached_tokens:
+def _with_cached(step: Step | Tokens, cached_tokens: int) -> Step | Tokens:
+    if isinstance(step, list) or step.usage is None or step.usage.cached_tokens == cached_tokens:
         return step
     return step._replace(usage=step.usage._replace(cached_tokens=cached_tokens))

@@ -6,13 +6,14 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from dynamo.trtllm.config import TransferConfig
-from dynamo.trtllm.egress import Chunk, Context
+from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import EncodedImage, Engine, EngineInfo
 from dynamo.trtllm.errors import EngineFault
 from dynamo.trtllm.messages import EncodedItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
+from dynamo.trtllm.response import Chunk
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
@@ -25,7 +26,10 @@ class EncodeHandler(HandlerBase):
         self._transfer = transfer
         self._config = config
 
-    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+        return self._reply(raw)
+
+    async def _reply(self, raw: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         if raw.get("_HEALTH_CHECK"):
             await self._engine.check_health()
             yield {"token_ids": [], "finish_reason": "stop"}

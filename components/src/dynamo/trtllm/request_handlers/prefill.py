@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from dynamo.trtllm.config import TransferConfig
-from dynamo.trtllm.egress import Chunk, Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prefilled, Step
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled, Step, Tokens
 from dynamo.trtllm.messages import Handoff
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request import Request, parse_request
-from dynamo.trtllm.request_handlers.handler_base import (
-    HandlerBase,
-    engine_request,
-    to_chunk,
-    transfer_stats,
-    withdrawn_on_failure,
-)
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats, withdrawn_on_failure
+from dynamo.trtllm.response import Chunk, to_chunk
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
@@ -35,16 +29,18 @@ class PrefillHandler(HandlerBase):
         self._transfer = transfer
         self._config = config
 
-    async def generate(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+    async def respond(
+        self, raw: Mapping[str, Any], context: Context
+    ) -> AsyncGenerator[Step | Tokens, None] | AsyncGenerator[Chunk, None]:
         request = parse_request(raw)
         if request.is_health_check:
-            async with aclosing(self._canary(request, context)) as steps:
-                async for step in steps:
-                    yield to_chunk(step)
-            return
+            return self._canary(request, context)
         request = _for_context_stage(request)
         prompt = await self._processor.prepare(request, context)
-        prefilled = await self._engine.prefill(engine_request(request, prompt, context))
+        return self._prefill(engine_request(request, prompt, context))
+
+    async def _prefill(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
+        prefilled = await self._engine.prefill(request)
         offers: list[Offer] = []
         with withdrawn_on_failure(offers):
             await self._offer(prefilled.state, offers)
