@@ -14,9 +14,10 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
+from types import TracebackType
 from typing import Any, Protocol
 
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, RequestCancelled, ShuttingDown, WorkerError, to_dynamo
@@ -214,7 +215,7 @@ class Egress:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _push(self, request: Mapping[str, Any], context: Context, sender: Sender) -> AsyncGenerator[Chunk, None]:
-        with self._accounted(context):
+        with _Accounted(self, context):
             self._watch.add(context)
             try:
                 async with aclosing(await self._handler.respond(request, context)) as outputs:
@@ -237,7 +238,7 @@ class Egress:
 
     async def _pull(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         # Each step may run in a task of its own, so there is no one task to cancel: a stopped context ends it between chunks.
-        with self._accounted(context):
+        with _Accounted(self, context):
             async with aclosing(await self._handler.respond(request, context)) as outputs:
                 empty = True
                 async for output in outputs:
@@ -253,25 +254,27 @@ class Egress:
             await outlet.put(to_chunk(output))
         await outlet.flush()
 
-    @contextmanager
-    def _accounted(self, context: Context) -> Iterator[None]:
-        """Count the request, and translate how it ended."""
+    def _begin(self) -> None:
+        """Count a request in, unless the worker takes no more."""
         if not self.accepting:
             raise to_dynamo(ShuttingDown("this worker is shutting down"))
         self.in_flight += 1
         self._idle.clear()
+
+    def _end(self, error: BaseException | None, context: Context) -> None:
+        """Count a request out, and raise Dynamo's exception for what ended it; an ending that is none passes as it is."""
         outcome = "failed"
         try:
-            yield
-            outcome = "completed"
-        except (asyncio.CancelledError, GeneratorExit, StreamClosed, RequestCancelled) as error:
-            outcome = "cancelled"
-            if (isinstance(error, asyncio.CancelledError) and not context.is_stopped()) or isinstance(error, GeneratorExit):
-                raise
-            raise to_dynamo(RequestCancelled("the client went away")) from None
-        except Exception as error:
-            outcome = self._report(error, context)
-            raise to_dynamo(error) from None  # logged above; Dynamo logs what it is given once more
+            if error is None:
+                outcome = "completed"
+            elif isinstance(error, (asyncio.CancelledError, GeneratorExit, StreamClosed, RequestCancelled)):
+                outcome = "cancelled"
+                if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and not context.is_stopped()):
+                    return
+                raise to_dynamo(RequestCancelled("the client went away")) from None
+            elif isinstance(error, Exception):
+                outcome = self._report(error, context)
+                raise to_dynamo(error) from None  # logged above; Dynamo logs what it is given once more
         finally:
             self.outcomes[outcome] += 1
             self.in_flight -= 1
@@ -288,6 +291,22 @@ class Egress:
         expected = isinstance(error, WorkerError)
         logger.error("request %s failed: %s", context.id(), error, exc_info=None if expected and not error.__cause__ else error)
         return "failed"
+
+
+class _Accounted:
+    """One request between `_begin` and `_end`; as a class it costs a third of a generator, for every request."""
+
+    __slots__ = ("_context", "_egress")
+
+    def __init__(self, egress: Egress, context: Context) -> None:
+        self._egress = egress
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._egress._begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._egress._end(error, self._context)
 
 
 def _require_output(empty: bool) -> None:

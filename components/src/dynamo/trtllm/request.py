@@ -25,6 +25,7 @@ _PART_KINDS: tuple[tuple[str, Literal["image", "video", "audio"]], ...] = (
 )
 _MAX_LOGPROBS = 100
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
+_NO_IDS: frozenset[int] = frozenset()
 
 Value = TypeVar("Value")
 
@@ -84,17 +85,17 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
 
 
 def _sampling(raw: Mapping[str, Any]) -> Sampling:
-    options, stop, output = (_mapping(raw, key) for key in ("sampling_options", "stop_conditions", "output_options"))
+    options, stop, output = _mapping(raw, "sampling_options"), _mapping(raw, "stop_conditions"), _mapping(raw, "output_options")
     _refuse_unsupported(options)
     # Most requests set two or three of them, so what is looked up is the given options and not the possible ones.
     chosen = {name: _OPTIONS[name](name, value) for name, value in options.items() if value is not None and name in _OPTIONS}
     eos = frozenset(raw.get("eos_token_ids") or stop.get("stop_token_ids_hidden") or ())
-    stops = (*(stop.get("stop_token_ids") or ()), *(stop.get("stop_token_ids_visible") or ()))
+    stops = [*(stop.get("stop_token_ids") or ()), *(stop.get("stop_token_ids_visible") or ())]
     return Sampling(
         **chosen,
         max_tokens=_optional(_max_tokens, stop, "max_tokens"),
         min_tokens=max(0, _optional(_integer, stop, "min_tokens") or 0),
-        stop_token_ids=frozenset(stops) - eos,
+        stop_token_ids=frozenset(stops) - eos if stops else _NO_IDS,
         eos_token_ids=eos,
         ignore_eos=bool(stop.get("ignore_eos")),
         logprobs=_optional(_count, output, "logprobs"),
@@ -105,9 +106,9 @@ def _sampling(raw: Mapping[str, Any]) -> Sampling:
 
 def _refuse_unsupported(options: Mapping[str, Any]) -> None:
     for name in ("n", "best_of"):
-        count = _optional(_integer, options, name)
-        if count is not None and count != 1:
-            raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count}")
+        count = options.get(name)
+        if count is not None and _integer(name, count) != 1:
+            raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count:g}")
     if options.get("use_beam_search"):
         raise ClientFault("beam search is not supported")
 
@@ -152,6 +153,8 @@ def _prefill_result(raw: Any) -> PrefillResult | None:
 
 def _token_ids(raw: Any) -> tuple[int, ...]:
     """Token ids as a list of ints, or packed as little-endian int32 (`DYN_TOKEN_IDS_AS_BYTES`)."""
+    if isinstance(raw, list) and raw:
+        return tuple(raw)
     if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
         raise ClientFault("the prompt is empty")
     if isinstance(raw, (bytes, bytearray)):

@@ -12,8 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.trtllm.config import EngineConfig, Modality, Role
 from dynamo.trtllm.engines.port import (
@@ -52,8 +51,7 @@ _MACHINE_IDS = 1021
 """Request ids hold a ten-bit machine part; this prime is what the library's other users take."""
 
 
-@dataclass
-class _Submitted:
+class _Submitted(NamedTuple):
     """A request that the engine has. `keep` lives as long as the request: handles point to it."""
 
     result: Any

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, Prompt
 from dynamo.trtllm.engines.tensorrt_llm import mrope, private
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineInputs:
+class EngineInputs(NamedTuple):
     """What `generate_async` gets, and fields for the `DisaggregatedParams` beside it.
 
     `keep` holds tensors that handles point to: copies, since a handle shares memory, that live as long as the request.
@@ -30,7 +29,7 @@ class EngineInputs:
 
     inputs: dict[str, Any]
     special_tokens: bool = True
-    disaggregated: Mapping[str, Any] = field(default_factory=dict)
+    disaggregated: Mapping[str, Any] | None = None
     keep: tuple[torch.Tensor, ...] = ()
 
 
