@@ -93,9 +93,10 @@ def test_the_plan_of_other_roles_leaves_out_what_they_have_no_use_for(tmp_path: 
     assert "media\n  takes none\n" in decode
     assert "transfers\n  KV caches by NIXL, pool of 256 MB, kept 60 s\n" in decode
     assert "147456 bytes per token, 147456 on one device\nno fault found" in decode
-    assert run(parse([*command, "encode"])) == 0
+    assert run(parse([*command, "encode", "--transfer-through-host"])) == 0
     encode = capsys.readouterr().out
     assert "peers\n  is called by prefill and aggregated workers that name its endpoint\n" in encode
+    assert "transfers\n  embeddings by NIXL through host memory, pool of 256 MB, kept 60 s\n" in encode
     assert "  weights about 1.1 GB, 1.1 GB on one device\n  no KV cache\n" in encode
     assert run(parse([*command, "agg"])) == 0
     aggregated = capsys.readouterr().out

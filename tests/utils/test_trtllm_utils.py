@@ -73,6 +73,7 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     ([*DECODE, "--prefill-endpoint", "a.b.c"], lambda c: c.peers.prefill_endpoint, "dyn://a.b.c"),
     ([*WITH_ENCODER, "--transfer-pool-mb", "8"], lambda c: c.transfer.pool_bytes, 8 * MIB),
     ([*DECODE, "--transfer-ttl", "2.5"], lambda c: c.transfer.time_to_live_s, 2.5),
+    ([*DECODE, "--transfer-through-host"], lambda c: c.transfer.through_host, True),
     (
         ["--engine", "transformers", "--device", "cuda:1"],
         lambda c: (c.engine.kind.value, c.engine.device),
@@ -396,10 +397,10 @@ def test_a_flag_that_the_role_or_engine_has_no_use_for_ends_the_start(role: list
     assert sentence.endswith(": remove it")
 
 
-@pytest.mark.parametrize("flag", ["--transfer-pool-mb", "--transfer-ttl"])
-def test_an_aggregated_worker_without_an_encoder_has_no_transfers(flag: str) -> None:
-    assert refusal([flag, "5"]) == f"{flag} is of no use to an aggregated worker without --encode-endpoint: remove it"
-    assert parse_args([*WITH_ENCODER, flag, "5"]).role is Role.AGGREGATED
+@pytest.mark.parametrize("words", [["--transfer-pool-mb", "5"], ["--transfer-ttl", "5"], ["--transfer-through-host"]])
+def test_an_aggregated_worker_without_an_encoder_has_no_transfers(words: list[str]) -> None:
+    assert refusal(words) == f"{words[0]} is of no use to an aggregated worker without --encode-endpoint: remove it"
+    assert parse_args([*WITH_ENCODER, *words]).role is Role.AGGREGATED
 
 
 BAD = [

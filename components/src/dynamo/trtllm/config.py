@@ -173,6 +173,8 @@ class TransferConfig:
     pool_bytes: int = 256 * MEBIBYTE
     time_to_live_s: float = 60.0
     """How long the sender keeps what nobody has acknowledged; a reader's deadline is at most half of it."""
+    through_host: bool = False
+    """True: GPU tensors travel through pinned host memory on both sides."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,8 @@ def _media(config: WorkerConfig) -> Iterator[str]:
 def _transfers(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     disaggregated = config.role in (Role.PREFILL, Role.DECODE)
     embeddings = config.role is Role.ENCODE or config.peers.encode_endpoint is not None
-    pool = f"NIXL, pool of {config.transfer.pool_bytes / MEBIBYTE:g} MB, kept {config.transfer.time_to_live_s:g} s"
+    through = " through host memory" if config.transfer.through_host else ""
+    pool = f"NIXL{through}, pool of {config.transfer.pool_bytes / MEBIBYTE:g} MB, kept {config.transfer.time_to_live_s:g} s"
     if disaggregated and config.engine.kind is EngineKind.TENSORRT_LLM:
         backend, buffer = (
             find_value(config.engine.args, f"cache_transceiver_config.{name}") for name in ("backend", "max_tokens_in_buffer")

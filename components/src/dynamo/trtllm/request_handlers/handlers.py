@@ -72,6 +72,8 @@ def _loader(config: WorkerConfig, engine: Engine, info: EngineInfo) -> MediaLoad
 async def _start_transfer(config: TransferConfig) -> Transfer:
     from dynamo.trtllm.transfer.nixl import NixlTransfer
 
-    transfer = NixlTransfer(pool_bytes=config.pool_bytes, time_to_live_s=config.time_to_live_s)
+    transfer = NixlTransfer(
+        pool_bytes=config.pool_bytes, time_to_live_s=config.time_to_live_s, stage_cuda_on_host=config.through_host
+    )
     await transfer.start()
     return transfer

@@ -418,6 +418,12 @@ _TRANSFER = (
         lands="transfer.time_to_live_s",
         help="How long the sender keeps what nobody fetched.",
     ),
+    Flag(
+        name="--transfer-through-host",
+        kind=SWITCH,
+        lands="transfer.through_host",
+        help="Hand GPU tensors over through pinned host memory: faster where UCX has no direct path between the GPUs.",
+    ),
 )
 
 _CHECK = (

@@ -193,8 +193,8 @@ def _check_peers(role: Role, modality: Modality, settings: Settings, peers: dict
             if name in settings and settings[name].value and settings[name].level is Level.COMMAND_LINE:
                 raise StartupError(f"{settings[name].name} is of no use without --encode-endpoint: add that, or remove it")
     if role is Role.AGGREGATED and encoder is None:
-        for name in ("--transfer-pool-mb", "--transfer-ttl"):
-            if name in settings and settings[name].level is Level.COMMAND_LINE:
+        for name in ("--transfer-pool-mb", "--transfer-ttl", "--transfer-through-host"):
+            if name in settings and settings[name].value and settings[name].level is Level.COMMAND_LINE:
                 raise StartupError(f"{name} is of no use to an aggregated worker without --encode-endpoint: remove it")
 
 
