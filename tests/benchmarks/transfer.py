@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,14 @@ HIDDEN = 4096
 ROWS = (16, 64, 192, 576, 1152, 2304, 4608, 8192)
 BAR_ROWS = 576
 POOL_BYTES = 256 << 20
-METHODS = {"ours": "this project", "floor": "floor: one READ", "write": "Dynamo NixlWrite", "read": "Dynamo NixlRead"}
+METHODS = {
+    "ours": "this project",
+    "host": "this project, through host memory",
+    "floor": "floor: one READ",
+    "write": "Dynamo NixlWrite",
+    "read": "Dynamo NixlRead",
+}
+DEFAULT_METHODS = ["ours", "floor", "write", "read"]
 PEERS = ("read", "write")
 WARMUP = 5
 STEP_TIMEOUT_S = 60.0
@@ -63,10 +71,10 @@ def nbytes(rows: int) -> int:
     return rows * HIDDEN * 2
 
 
-async def ours_sender(channel: Channel, device: str) -> Step:
+async def ours_sender(channel: Channel, device: str, through_host: bool = False) -> Step:
     from dynamo.trtllm.transfer.nixl import NixlTransfer
 
-    transfer = NixlTransfer(pool_bytes=POOL_BYTES)
+    transfer = NixlTransfer(pool_bytes=POOL_BYTES, stage_cuda_on_host=through_host)
     await transfer.start()
     channel.send(transfer.identity.model_dump_json())
 
@@ -78,15 +86,16 @@ async def ours_sender(channel: Channel, device: str) -> Step:
     return step
 
 
-async def ours_reader(channel: Channel, device: str) -> None:
+async def ours_reader(channel: Channel, device: str, through_host: bool = False) -> None:
     from dynamo.trtllm.transfer.descriptor import PeerIdentity, TransferDescriptor
     from dynamo.trtllm.transfer.nixl import NixlTransfer
 
-    transfer = NixlTransfer(pool_bytes=POOL_BYTES)
+    transfer = NixlTransfer(pool_bytes=POOL_BYTES, stage_cuda_on_host=through_host)
     await transfer.start()
     await transfer.warm(PeerIdentity.model_validate_json(await channel.receive()), 10.0)
     while (message := await channel.receive()) is not None:
-        async with await transfer.fetch(TransferDescriptor.model_validate_json(message), 10.0) as received:
+        descriptor = TransferDescriptor.model_validate_json(message)
+        async with await transfer.fetch(descriptor, 10.0, device=device if through_host else None) as received:
             channel.send(probe(received.tensors["features"]))
     await transfer.close()
 
@@ -168,12 +177,14 @@ async def floor_reader(channel: Channel, device: str) -> None:
 
 SENDERS: dict[str, Callable[[Channel, str], Awaitable[Step]]] = {
     "ours": ours_sender,
+    "host": partial(ours_sender, through_host=True),
     "read": dynamo_sender("Read"),
     "write": dynamo_sender("Write"),
     "floor": floor_sender,
 }
 READERS: dict[str, Callable[[Channel, str], Awaitable[None]]] = {
     "ours": ours_reader,
+    "host": partial(ours_reader, through_host=True),
     "read": dynamo_reader("Read"),
     "write": dynamo_reader("Write"),
     "floor": floor_reader,
@@ -336,7 +347,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=12, help="hand-overs per size and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help=f"rows of {HIDDEN} bfloat16 numbers")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=DEFAULT_METHODS)
     parser.add_argument("--device", default="cpu", help="where the tensors are: cpu or cuda:N")
     return parser.parse_args()
 

@@ -167,6 +167,14 @@ async def test_copies_hold_no_memory_of_the_pool(sender: PooledTransfer, reader:
 
 
 @pytest.mark.asyncio
+async def test_staging_on_the_host_changes_nothing_where_there_is_no_gpu(start: Start) -> None:
+    sender, reader = await start(stage_cuda_on_host=True), await start(stage_cuda_on_host=True)
+    offer = await sender.offer(sample(value=3), DEADLINE_S)
+    async with await reader.fetch(sent(offer.descriptor), DEADLINE_S, device="cpu") as received:
+        assert torch.equal(received.tensors["x"], sample(value=3)["x"])
+
+
+@pytest.mark.asyncio
 async def test_many_hand_overs_at_once_through_a_small_pool_all_arrive(sender: PooledTransfer, reader: PooledTransfer) -> None:
     async def hand_over(value: int) -> bool:
         offer = await sender.offer(sample(100_000, value), DEADLINE_S)

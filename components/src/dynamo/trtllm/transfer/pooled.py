@@ -237,7 +237,7 @@ class PooledTransfer(Transfer):
     async def _make_pool(self, device: str, nbytes: int, slot: int | None = None) -> Pool:
         import torch
 
-        pinned = self._stage_cuda_on_host and device == "cpu"
+        pinned = self._stage_cuda_on_host and device == "cpu" and torch.cuda.is_available()
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         return Pool(memory, await self._register(memory), slot=slot)
 
