@@ -224,7 +224,8 @@ async def serve(method: str, pipe: Connection, device: str) -> None:
 
 def child(method: str, pipe: Connection, results: Connection | None, rows: Sequence[int], count: int, device: str) -> None:
     """A process of one method. Its own noise goes nowhere: a failure shows as a closed pipe."""
-    _keep_to_one_cpu(0 if results is None else -1)
+    if device == "cpu":
+        _keep_to_one_cpu(0 if results is None else -1)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
