@@ -360,6 +360,23 @@ async def test_draining_waits_for_the_last_request_and_then_refuses_new_ones() -
 
 
 @pytest.mark.asyncio
+async def test_a_request_that_ran_into_a_deadline_is_refused_at_once_if_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = Scripted(0, PeerTimeout("the encode worker did not answer within 2 s"))
+    egress = make(handler)
+    for _ in range(2):
+        raised = await outcome(push(egress, FakeSender(), FakeContext("late")))
+        assert type(raised) is dynamo.ConnectionTimeout
+    assert dict(egress.outcomes) == {"failed": 1}
+    handler.error = None
+    handler.count = 1
+    assert type(await outcome(push(egress, FakeSender(), FakeContext("late")))) is dynamo.ConnectionTimeout
+    assert await push(egress, FakeSender(), FakeContext("other")) == []
+    monkeypatch.setattr("dynamo.trtllm.egress.LATE_MEMORY_S", -1.0)
+    assert await push(egress, FakeSender(), FakeContext("late")) == []
+    assert dict(egress.outcomes) == {"failed": 1, "completed": 2}
+
+
+@pytest.mark.asyncio
 async def test_the_watch_looks_only_while_there_is_something_to_watch() -> None:
     watch = CancelWatch()
     first, second = FakeContext(), FakeContext()

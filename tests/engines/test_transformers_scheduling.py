@@ -79,13 +79,15 @@ async def test_a_closed_stream_frees_slot_and_blocks_at_the_next_step(start: Sta
 
 
 class Gate:
-    """Lets decode steps through one by one, so that a test decides what happens between them."""
+    """Lets decode steps through one by one, so that a test decides what happens between them. Made after an engine's start, which
+    takes a step of its own.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._steps, compute = threading.Semaphore(0), ModelRunner.decode
 
         def decode(runner: ModelRunner, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            self._steps.acquire(timeout=10)
+            assert self._steps.acquire(timeout=10), "nobody opened the gate"
             return compute(runner, tokens, positions)
 
         monkeypatch.setattr(ModelRunner, "decode", decode)
@@ -99,8 +101,8 @@ async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start, m
     free = await start()
     asked = [request(IDS, request_id=str(i), max_tokens=36, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
     alone = [await generate(free, each) for each in asked]
-    gate = Gate(monkeypatch)
     engine = await start(kv_cache_config={"max_tokens": 64, "tokens_per_block": 16})
+    gate = Gate(monkeypatch)
     assert engine.stats()["total_kv_blocks"] == 4
     order: list[str] = []
 
@@ -124,8 +126,8 @@ async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start, m
 
 @pytest.mark.asyncio
 async def test_the_padding_of_short_rows_beside_a_long_one_counts_as_used(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
     engine = await start(kv_cache_config={"max_tokens": 96, "tokens_per_block": 16})
+    gate = Gate(monkeypatch)
     lengths = (36, 4, 4)
     tasks = [asyncio.create_task(generate(engine, request(IDS, max_tokens=n, ignore_eos=True))) for n in lengths]
     gate.open(1)

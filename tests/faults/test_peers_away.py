@@ -103,10 +103,12 @@ def test_the_encoders_words_reach_the_client(cluster: Cluster, server: PictureSe
 
 def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, server: PictureServer) -> None:
     encode = worker(cluster, "encode", encode_delay_s=3600.0)
-    worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
+    agg = worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT, "--peer-timeout", "3")
     cluster.wait_listed()
     answer = cluster.chat(picture(server, 1), max_tokens=4, timeout_s=60)
     assert answer.status == 504
+    # The frontend sends it again, and the worker does not wait again.
+    assert agg.text().count("failed: the encode worker did not answer within 3 s") == 1
     wait_until(lambda: encode.metrics()["dynamo_trtllm_requests_in_flight"] == 0, "the encoder's letting go")
 
 

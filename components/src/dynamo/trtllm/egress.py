@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,16 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Protocol
 
-from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, RequestCancelled, ShuttingDown, WorkerError, to_dynamo
+from dynamo.trtllm.errors import (
+    ClientFault,
+    EngineDead,
+    EngineFault,
+    PeerTimeout,
+    RequestCancelled,
+    ShuttingDown,
+    WorkerError,
+    to_dynamo,
+)
 from dynamo.trtllm.response import Chunk, Output, to_chunk
 
 logger = logging.getLogger(__name__)
@@ -32,6 +42,10 @@ STALL_DEADLINE_S = 60.0
 MAX_PENDING_CHUNKS = 4096
 """Chunks that wait for a sending thread before the engine's stream is paused."""
 SENDER_THREADS = 64
+LATE_MEMORY_S = 5.0
+"""Dynamo's frontend sends a request whose deadline has passed once more, under its id and at once. For this long the repeat is
+refused without another wait, so that a client waits for one deadline of a worker and not for one per attempt.
+"""
 _WATCH_INTERVAL_S = 0.05
 
 
@@ -188,6 +202,7 @@ class Egress:
         self._threads = ThreadPoolExecutor(SENDER_THREADS, thread_name_prefix="egress")
         self._idle = asyncio.Event()
         self._idle.set()
+        self._late: dict[str, float] = {}
         self.in_flight = 0
         self.accepting = True
         self.outcomes: Counter[str] = Counter()
@@ -254,10 +269,12 @@ class Egress:
             await outlet.put(to_chunk(output))
         await outlet.flush()
 
-    def _begin(self) -> None:
-        """Count a request in, unless the worker takes no more."""
+    def _begin(self, context: Context) -> None:
+        """Count a request in, unless the worker takes no more or the request has had its time."""
         if not self.accepting:
             raise to_dynamo(ShuttingDown("this worker is shutting down"))
+        if self._late and self._is_late(context.id()):
+            raise to_dynamo(PeerTimeout("another worker did not answer in time"))
         self.in_flight += 1
         self._idle.clear()
 
@@ -281,6 +298,12 @@ class Egress:
             if not self.in_flight:
                 self._idle.set()
 
+    def _is_late(self, request_id: str) -> bool:
+        """True for a request that just ran into a deadline here; forgets those of long ago."""
+        oldest = time.monotonic() - LATE_MEMORY_S
+        self._late = {name: at for name, at in self._late.items() if at > oldest}
+        return request_id in self._late
+
     def _report(self, error: Exception, context: Context) -> str:
         """Log a failed request, say so if the engine is dead, and name the outcome for the metrics."""
         if isinstance(error, ClientFault):
@@ -288,6 +311,8 @@ class Egress:
             return "refused"
         if isinstance(error, EngineDead):
             self._on_dead(error)
+        if isinstance(error, PeerTimeout):
+            self._late[context.id()] = time.monotonic()
         expected = isinstance(error, WorkerError)
         logger.error("request %s failed: %s", context.id(), error, exc_info=None if expected and not error.__cause__ else error)
         return "failed"
@@ -303,7 +328,7 @@ class _Accounted:
         self._context = context
 
     def __enter__(self) -> None:
-        self._egress._begin()
+        self._egress._begin(self._context)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._egress._end(error, self._context)

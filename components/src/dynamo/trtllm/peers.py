@@ -72,7 +72,7 @@ class PeerClient:
         try:
             return await asyncio.wait_for(self._first_reply(request, instance, own), timeout_s)
         except asyncio.TimeoutError as error:
-            raise PeerTimeout(f"the {self._name} worker did not answer within {timeout_s:g} s") from error
+            raise PeerTimeout(f"the {self._name} worker did not answer within {timeout_s:.3g} s") from error
         finally:
             if own is not None:
                 own.stop_generating()

@@ -10,6 +10,8 @@ from dynamo.trtllm.preflight.loopback import Loopback, measure_loopback
 
 WAIT_S = 5.0
 """How long peers that run have to show up in discovery."""
+SHORT_WAIT_S = 0.5
+"""To read what has shown up by then."""
 
 
 def peers_of(config: WorkerConfig) -> list[tuple[str, str]]:
@@ -42,37 +44,35 @@ async def _ask(config: WorkerConfig) -> tuple[list[str], list[str]]:
 
     runtime = connect(config.runtime)
     try:
-        lines: list[str] = []
-        faults: list[str] = []
-        for role, endpoint in peers_of(config):
-            await _ask_endpoint(runtime, role, endpoint, lines, faults)
-        return lines, faults
+        answers = await asyncio.gather(*(_ask_endpoint(runtime, role, endpoint) for role, endpoint in peers_of(config)))
+        return [line for lines, _ in answers for line in lines], [fault for _, faults in answers for fault in faults]
     finally:
         runtime.shutdown()
 
 
-async def _ask_endpoint(runtime: Any, role: str, endpoint: str, lines: list[str], faults: list[str]) -> None:
+async def _ask_endpoint(runtime: Any, role: str, endpoint: str) -> tuple[list[str], list[str]]:
+    """What was found of one role, and what is wrong with it."""
     from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
 
     client = await runtime.endpoint(endpoint).client()
     try:
         found = sorted(await asyncio.wait_for(client.wait_for_instances(), WAIT_S))
     except asyncio.TimeoutError:
-        faults.append(f"no {role} worker runs at {endpoint}: start one, or correct namespace and discovery")
-        return
+        return [], [f"no {role} worker runs at {endpoint}: start one, or correct namespace and discovery"]
     ours = await _with_schema(client, SCHEMA_KEY, str(SCHEMA_VERSION), len(found))
-    lines.append(f"{role} at {endpoint}: {len(found)} running, {len(ours)} with message schema {SCHEMA_VERSION}")
+    line = f"{role} at {endpoint}: {len(found)} running, {len(ours)} with message schema {SCHEMA_VERSION}"
     others = [instance for instance in found if instance not in ours]
-    if others:
-        who = f"1 {role} worker at {endpoint} speaks" if len(others) == 1 else f"{len(others)} {role} workers at {endpoint} speak"
-        faults.append(f"{who} another message schema than {SCHEMA_VERSION}: run the same release on all workers")
+    if not others:
+        return [line], []
+    who = f"1 {role} worker at {endpoint} speaks" if len(others) == 1 else f"{len(others)} {role} workers at {endpoint} speak"
+    return [line], [f"{who} another message schema than {SCHEMA_VERSION}: run the same release on all workers"]
 
 
 async def _with_schema(client: Any, key: str, value: str, most: int) -> list[int]:
     """Instances whose model card names the schema: all of them at once, else as many as show up."""
-    for count in (most, 1):
+    for count, wait_s in ((most, WAIT_S), (1, SHORT_WAIT_S)):
         try:
-            return list(await client.wait_for_instances_by_runtime_data(key, value, count, WAIT_S))
+            return list(await client.wait_for_instances_by_runtime_data(key, value, count, wait_s))
         except Exception as error:  # the binding raises plain Exception for its own timeout
             if count == 1 and "tim" not in str(error).lower():
                 raise
