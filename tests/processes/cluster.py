@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -19,6 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from processes.prefork import Forked, die_with_parent, prefork
 
 START_DEADLINE_S = 120.0
 LOOPBACK_ONLY = dict.fromkeys(
@@ -38,11 +39,6 @@ def free_port() -> int:
             return port
 
 
-def die_with_parent() -> None:
-    """In a child: be killed when the test process ends, however it ends (PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def wait_until(condition: Any, what: str, deadline_s: float = START_DEADLINE_S) -> Any:
     """Poll `condition` until it returns something true, and return that. Fails naming `what`."""
     end = time.monotonic() + deadline_s
@@ -60,7 +56,7 @@ class Managed:
     """One child process and its log."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
     system_port: int | None = None
 
@@ -169,9 +165,29 @@ class Cluster:
         self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, system_port: int | None = None
     ) -> Managed:
         """Start `command` in a group of its own; its output goes to a file."""
-        log = self.directory / f"{name}-{len(self.processes)}.log"
+        log = self._new_log(name)
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                list(command),
+                env=self._environment(env),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        return self._managed(Managed(name, process, log, system_port))
+
+    def _new_log(self, name: str) -> Path:
+        return self.directory / f"{name}-{len(self.processes)}.log"
+
+    def _managed(self, managed: Managed) -> Managed:
+        self.processes.append(managed)
+        return managed
+
+    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         base = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "OMP_"))}
-        environment = {
+        return {
             **base,
             **self._planes,
             **LOOPBACK_ONLY,
@@ -185,19 +201,6 @@ class Cluster:
             **self._env,
             **(env or {}),
         }
-        with log.open("wb") as sink:
-            process = subprocess.Popen(
-                list(command),
-                env=environment,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        managed = Managed(name, process, log, system_port)
-        self.processes.append(managed)
-        return managed
 
     def frontend(self, *arguments: str, env: Mapping[str, str] | None = None) -> Managed:
         """Start Dynamo's frontend on `self.port` and wait until it answers."""
@@ -216,17 +219,13 @@ class Cluster:
     ) -> Managed:
         """Start one of our workers; by default wait until it serves."""
         port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "dynamo.trtllm",
-            "--model-path",
-            model_path,
-            "--served-model-name",
-            self.model,
-            *arguments,
-        ]
-        managed = self.start(name, command, {"DYN_SYSTEM_PORT": str(port), **(env or {})}, port)
+        words = ["--model-path", model_path, "--served-model-name", self.model, *arguments]
+        env = {"DYN_SYSTEM_PORT": str(port), **(env or {})}
+        if "PYTHONPATH" in self._env or "PYTHONPATH" in env:  # other packages than those that are imported already
+            managed = self.start(name, [sys.executable, "-m", "dynamo.trtllm", *words], env, port)
+        else:
+            log = self._new_log(name)
+            managed = self._managed(Managed(name, prefork().start(words, self._environment(env), log), log, port))
         if wait:
             self.wait_serving(managed)
         return managed
