@@ -4,9 +4,9 @@
 Compares `NixlTransfer` with Dynamo's own `NixlRead` and `NixlWrite` pairs and with the floor: one READ into memory that
 was registered beforehand on both sides, metadata exchanged once, no progress thread. Each method runs in two fresh
 processes that talk over the same kind of pipe; a hand-over is: sender prepares, descriptor over the pipe, reader has the
-tensor, reader's word over the pipe. Before each one all methods rest alike. Rounds alternate between the methods, so that a busy spell of the machine does not
-fall on one of them. Prints a table and the two bars at 4.7 MB, draws `transfer.png`, and exits with 1 when a bar is
-missed.
+tensor, reader's word over the pipe. Before each one all methods rest alike. Rounds alternate between the methods, so that
+a busy spell of the machine does not fall on one of them. Prints a table and the two bars at 4.7 MB, draws `transfer.png`,
+and exits with 1 when a bar is missed.
 """
 
 from __future__ import annotations
