@@ -10,7 +10,7 @@ import pytest
 from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.parts import MediaPart
-from dynamo.trtllm.request import PrefillResult, Request, parse_request
+from dynamo.trtllm.request import Request, parse_request
 
 
 def test_a_bare_request_has_every_default() -> None:
@@ -175,9 +175,9 @@ def test_what_travels_beside_the_prompt_is_kept() -> None:
     )
     assert (request.model, request.text, request.media_hashes) == ("m", "hello", ("0f", "1e"))
     assert (request.priority, request.cache_salt, request.dp_rank) == (2.0, "s", 3)
-    assert request.prefill_result == PrefillResult(disaggregated_params={"a": 1}, cached_tokens=5)
+    assert request.handoff == {"a": 1}
     assert request.is_health_check
 
 
 def test_a_prefill_result_may_leave_everything_out() -> None:
-    assert parse_request({"token_ids": [1], "prefill_result": {}}).prefill_result == PrefillResult(disaggregated_params={})
+    assert parse_request({"token_ids": [1], "prefill_result": {}}).handoff is None

@@ -31,14 +31,6 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillResult:
-    """What the frontend brings to decode from prefill's reply."""
-
-    disaggregated_params: Mapping[str, Any]
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Request:
     """One generation request as the frontend sent it. `token_ids` hold one placeholder for each image."""
 
@@ -48,7 +40,8 @@ class Request:
     media: tuple[MediaPart, ...] = ()
     text: str | None = None
     """The rendered prompt; present only beside media."""
-    prefill_result: PrefillResult | None = None
+    handoff: Mapping[str, Any] | None = None
+    """What the frontend brings to decode from prefill's reply: its `disaggregated_params`."""
     priority: float | None = None
     cache_salt: str | None = None
     dp_rank: int | None = None
@@ -75,7 +68,7 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
         sampling=_sampling(raw),
         media=_media(media) if media else (),
         text=extra.get("formatted_prompt"),
-        prefill_result=_prefill_result(raw.get("prefill_result")),
+        handoff=_mapping(raw, "prefill_result").get("disaggregated_params"),
         priority=_optional(_number, routing, "priority"),
         cache_salt=routing.get("cache_salt"),
         dp_rank=_optional(_integer, routing, "dp_rank"),
@@ -139,16 +132,6 @@ def _media(raw: Mapping[str, Any]) -> tuple[MediaPart, ...]:
     if unknown:
         raise ClientFault(f"content parts of type {', '.join(unknown)} are not supported; this worker takes text and image_url")
     return tuple(parts)
-
-
-def _prefill_result(raw: Any) -> PrefillResult | None:
-    if raw is None:
-        return None
-    details = raw.get("prompt_tokens_details") or {}
-    return PrefillResult(
-        disaggregated_params=raw.get("disaggregated_params") or {},
-        cached_tokens=int(details.get("cached_tokens") or 0),
-    )
 
 
 def _token_ids(raw: Any) -> tuple[int, ...]:

@@ -70,10 +70,9 @@ class DecodeHandler(HandlerBase):
 
     async def _handoff(self, request: Request, raw: Mapping[str, Any], context: Context) -> Handoff:
         """The hand-off that came with the request, or a new one where the frontend could not reach its prefill worker."""
-        result = request.prefill_result
-        if result is None or not result.disaggregated_params:
+        if not request.handoff:
             return await self._prefill_again(raw, request, context, None)
-        return self._checked(Handoff.parse(result.disaggregated_params, "prefill"))
+        return self._checked(Handoff.parse(request.handoff, "prefill"))
 
     def _checked(self, handoff: Handoff) -> Handoff:
         if handoff.engine != type(self._engine).__name__:
