@@ -6,8 +6,11 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 
@@ -237,6 +240,17 @@ def test_a_failed_start_is_one_sentence_and_not_a_traceback() -> None:
         assert worker.wait() == 2
         assert "the double engine was told to fail at start" in worker.text()
         assert "Traceback" not in worker.text()
+
+
+@pytest.mark.skipif(find_spec("tensorrt_llm") is not None, reason="TensorRT-LLM is installed here")
+def test_a_missing_tensorrt_llm_is_one_sentence_before_any_model_is_fetched() -> None:
+    command = [sys.executable, "-m", "dynamo.trtllm", "--engine", "tensorrt_llm", "--model-path", "no-such/model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "dynamo.trtllm: TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on a machine with an "
+        "NVIDIA GPU, use NVIDIA's image, or choose the portable engine with `--engine transformers`\n"
+    )
 
 
 def test_the_health_canary_is_answered() -> None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dynamo.trtllm.engines.factory import require_installed
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.utils.trtllm_utils import parse, write_config
 
@@ -38,6 +39,7 @@ def _run(invocation: Invocation) -> int:
 
         return run(invocation)
     require_no_faults(invocation.config)
+    require_installed(invocation.config.engine.kind)
     return _run_worker(invocation)
 
 

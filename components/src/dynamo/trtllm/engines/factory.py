@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.engines.port import Engine
 from dynamo.trtllm.errors import StartupError
+
+
+def require_installed(kind: EngineKind) -> None:
+    """Raise `StartupError` when the engine's library is not there, before a model is fetched for it. Imports nothing of it."""
+    if kind is EngineKind.TENSORRT_LLM and find_spec("tensorrt_llm") is None:
+        from dynamo.trtllm.engines.tensorrt_llm.library import INSTALL_HINT
+
+        raise StartupError(INSTALL_HINT)
 
 
 def create_engine(config: EngineConfig) -> Engine:
