@@ -114,6 +114,7 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ({"sampling_options": {"presence_penalty": 3}}, "presence_penalty must be between -2 and 2, not 3"),
         ({"sampling_options": {"frequency_penalty": -3}}, "frequency_penalty must be between -2 and 2, not -3"),
         ({"sampling_options": {"n": 2}}, "n must be 1: this worker gives one choice per request, not 2"),
+        ({"sampling_options": {"n": 1000000.0}}, "n must be 1: this worker gives one choice per request, not 1000000"),
         ({"sampling_options": {"best_of": 3}}, "best_of must be 1: this worker gives one choice per request, not 3"),
         ({"sampling_options": {"use_beam_search": True}}, "beam search is not supported"),
         ({"sampling_options": {"guided_decoding": "x"}}, "guided_decoding must be an object"),

@@ -31,7 +31,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("topology", ["agg", "disagg_e_pd", "epd_disagg"])
+@pytest.mark.parametrize("topology", ["agg", "disagg", "disagg_e_pd", "epd_disagg"])
 def test_every_topology_gives_the_same_answer_as_the_last_line(topology: str) -> None:
     done = demo("--topology", topology)
     assert done.returncode == 0, done.stderr

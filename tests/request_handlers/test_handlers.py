@@ -107,6 +107,25 @@ async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
 
 
 @pytest.mark.asyncio
+async def test_the_transfer_gets_all_that_was_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Recorded(LocalTransfer):
+        def __init__(self, **options: Any) -> None:
+            asked.append(options)
+            super().__init__(**options)
+
+    monkeypatch.setattr("dynamo.trtllm.transfer.nixl.NixlTransfer", Recorded)
+    for through_host in (True, False):
+        transfer = await handlers._start_transfer(
+            TransferConfig(pool_bytes=1 << 16, time_to_live_s=3.0, through_host=through_host)
+        )
+        await transfer.close()
+    common = {"pool_bytes": 1 << 16, "time_to_live_s": 3.0}
+    assert asked == [{**common, "stage_cuda_on_host": True}, {**common, "stage_cuda_on_host": False}]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("fallback", [True, False])
 async def test_the_fallback_is_built_only_where_it_was_asked_for(transfers: list[LocalTransfer], fallback: bool) -> None:
     handler = await create(Role.PREFILL, encode_endpoint=ENCODE, encode_fallback=fallback)

