@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -289,6 +289,76 @@ async def test_one_prompt_that_fails_leaves_the_others_of_its_batch_alone(start:
     assert isinstance(outputs[2], EngineFault)
     assert [len(o.token_ids) for o in outputs if isinstance(o, Output)] == [5] * 4
     assert _idle(engine)
+
+
+class FailsLater(int):
+    """A seed that the sampler can use `uses` times and then no more: a request whose value breaks a step that it shares."""
+
+    uses = 3
+
+    def __and__(self, other: int) -> int:
+        self.uses -= 1
+        if self.uses < 0:
+            raise ValueError("this seed is used up")
+        return int(self) & other
+
+
+def _unusable() -> list[EngineRequest]:
+    """Requests that get past the engine's door and fail where tokens are chosen: at once, or some steps later."""
+    common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+    half = cast("tuple[int, ...]", (21, 22.5, 23))
+    return [
+        request(half, repetition_penalty=1.3, **common),
+        request(half, presence_penalty=0.5, **common),
+        request(IDS, temperature=1.0, seed=cast("int", 1.5), **common),
+        request(IDS, temperature=1.0, seed=cast("int", "seven"), top_p=0.9, **common),
+        request(IDS, temperature=1.0, seed=FailsLater(7), **common),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_request_whose_tokens_cannot_be_chosen_fails_alone(start: Start) -> None:
+    engine = await start()
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    sound = [
+        request(IDS, **common),
+        request(IDS, temperature=1.1, seed=3, logprobs=2, **common),
+        request(IDS, repetition_penalty=1.2, frequency_penalty=0.3, **common),
+    ]
+    alone = [await generate(engine, each) for each in sound]
+    for bad in _unusable():
+        outputs = await asyncio.gather(*(generate(engine, each) for each in (bad, *sound)), return_exceptions=True)
+        assert isinstance(outputs[0], EngineFault)
+        assert [o.token_ids for o in outputs if isinstance(o, Output)] == [o.token_ids for o in alone]
+        assert _idle(engine)
+    await engine.check_health()
+
+
+@pytest.mark.asyncio
+async def test_a_first_token_outside_the_vocabulary_fails_its_hand_over_alone(start: Start) -> None:
+    engine = await start()
+    asked = request(IDS, max_tokens=8, ignore_eos=True)
+    prefilled = await engine.prefill(asked)
+    assert prefilled.state is not None
+    good = asyncio.create_task(_decode(engine, asked, prefilled.first, prefilled.state))
+    for token in (-1, 200, 1 << 70):
+        with pytest.raises(EngineFault):
+            await _decode(engine, asked, Step((token,)), prefilled.state)
+    for delta in (1 << 70, -(1 << 63)):
+        far = EngineState({**prefilled.state.meta, "rope_delta": delta}, prefilled.state.tensors)
+        with pytest.raises(EngineFault):
+            await _decode(engine, asked, prefilled.first, far)
+    assert len((await good).token_ids) == 7
+    assert _idle(engine)
+
+
+@pytest.mark.asyncio
+async def test_more_likely_tokens_than_there_are_means_all_of_them(start: Start) -> None:
+    engine = await start()
+    common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+    every = await generate(engine, request(IDS, **common))
+    for top_k in (1 << 20, 1 << 63, 10**30):
+        assert await generate(engine, request(IDS, top_k=top_k, **common)) == every
 
 
 @pytest.mark.asyncio

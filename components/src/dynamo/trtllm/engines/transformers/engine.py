@@ -118,8 +118,11 @@ class TransformersEngine(Engine):
         """The sequence of a request whose context stage ran elsewhere."""
         if len(first.token_ids) != 1 or first.finish is not None:
             raise EngineFault("the prefill worker handed over a request that has no token to continue")
+        loaded = self._require_loaded()
+        if not 0 <= first.token_ids[0] < loaded.vocabulary:
+            raise EngineFault("the prefill worker handed over a token that is not in the model's vocabulary")
         sequence = self._sequence(request, Stage.DECODE)
-        keys, values, delta, seed = unpack_state(state, self._require_loaded().cache_shape, len(sequence.prompt_ids))
+        keys, values, delta, seed = unpack_state(state, loaded.cache_shape, len(sequence.prompt_ids))
         sequence.keys, sequence.values = keys, values
         sequence.rope_delta, sequence.choice.seed = delta, seed
         sequence.last_token, sequence.output = first.token_ids[0], 1

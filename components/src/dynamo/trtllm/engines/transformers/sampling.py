@@ -7,16 +7,28 @@ The draw of output token i is one number that depends on (seed, i) only, so batc
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from dynamo.trtllm.engines.port import Sampling, StepLogprobs, TokenLogprob
 from dynamo.trtllm.errors import ClientFault
 
+logger = logging.getLogger(__name__)
+
 _MASK64 = (1 << 64) - 1
+
+
+class Sampled(NamedTuple):
+    """A token per row [rows], each row's log probabilities where any row asked for them, and why a row has no token."""
+
+    tokens: torch.Tensor
+    logprobs: list[StepLogprobs | None] | None
+    failed: Mapping[int, Exception]
 
 
 @dataclass
@@ -68,7 +80,7 @@ def make_choice(sampling: Sampling, seed: int, eos_token_ids: frozenset[int], vo
     return Choice(
         seed=seed,
         temperature=temperature,
-        top_k=max(sampling.top_k or 0, 0),
+        top_k=min(max(sampling.top_k or 0, 0), vocabulary),
         top_p=1.0 if sampling.top_p is None else sampling.top_p,
         min_p=sampling.min_p or 0.0,
         repetition=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
@@ -85,11 +97,10 @@ def _check(sampling: Sampling) -> None:
         raise ClientFault("guided decoding is not supported by the portable engine; use the tensorrt_llm engine")
     if sampling.prompt_logprobs is not None:
         raise ClientFault("log probabilities of prompt tokens are not supported by the portable engine")
-    top_k = sampling.top_k
     ranges = (
         ("temperature", sampling.temperature, 0.0, 1e6),
         ("top_p", sampling.top_p, 0.0, 1.0),
-        ("top_k", None if top_k is None else float(top_k), -1.0, math.inf),
+        ("top_k", sampling.top_k, -1, math.inf),
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6),
         ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
@@ -132,6 +143,26 @@ def sample(
         tokens[drawn] = _draw(adjusted[drawn].float(), [choices[r] for r in drawn], [indices[r] for r in drawn])
     asked = [row for row, c in enumerate(choices) if c.logprobs is not None]
     return tokens, _logprobs(logits, tokens, choices, asked) if asked else None
+
+
+def sample_apart(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> Sampled:
+    """As `sample`; where that fails, a row at a time, so that a row for which no token can be chosen takes no other with it."""
+    try:
+        return Sampled(*sample(logits, choices, indices), {})
+    except Exception as error:
+        logger.info("choosing tokens for %d requests failed (%s); each is tried alone", len(choices), type(error).__name__)
+    tokens = torch.zeros(len(choices), dtype=torch.long, device=logits.device)
+    logprobs: list[StepLogprobs | None] = [None] * len(choices)
+    failed: dict[int, Exception] = {}
+    for row in range(len(choices)):
+        only = slice(row, row + 1)
+        try:
+            token, own = sample(logits[only], choices[only], indices[only])
+        except Exception as error:
+            failed[row] = error
+        else:
+            tokens[row], logprobs[row] = token[0], own[0] if own else None
+    return Sampled(tokens, logprobs, failed)
 
 
 def _adjust(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> torch.Tensor:

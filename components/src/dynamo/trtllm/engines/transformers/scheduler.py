@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -19,7 +20,7 @@ from dynamo.trtllm.engines.port import EngineState, Prefilled, Step, StepLogprob
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
-from dynamo.trtllm.engines.transformers.sampling import sample
+from dynamo.trtllm.engines.transformers.sampling import Sampled, sample_apart
 from dynamo.trtllm.engines.transformers.sequence import Sequence, Stage
 from dynamo.trtllm.engines.transformers.state import pack_state
 from dynamo.trtllm.errors import EngineFault
@@ -105,15 +106,20 @@ class Scheduler:
         logits = self._runner.decode(self._tokens[:rows], self._positions[:rows])
         self._positions[:rows] += 1
         logprobs: list[StepLogprobs | None] | None = None
+        failed: Mapping[int, Exception] = {}
         if self._all_plain:
             tokens = logits.argmax(-1)
         else:
-            tokens, logprobs = self._sample(logits, self._running)
+            tokens, logprobs, failed = self._sample(logits, self._running)
         self._tokens[:rows, 0] = tokens
-        self.generated_tokens += rows
+        self.generated_tokens += rows - len(failed)
         ended = []
         for row, token in enumerate(tokens.tolist()):
             sequence = self._running[row]
+            if row in failed:
+                self._report(sequence, failed[row])
+                ended.append(sequence)
+                continue
             step = sequence.take(token, None if logprobs is None else logprobs[row])
             self.events.append((sequence.sink, step))
             if step.finish is not None:
@@ -178,21 +184,31 @@ class Scheduler:
 
     def _account(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
         self.prompt_tokens += sum(c.stop - c.start for c in chunks)
-        done = [row for row, c in enumerate(chunks) if c.stop == len(c.sequence.prompt_ids)]
-        if not done:
+        rows = [row for row, c in enumerate(chunks) if c.stop == len(c.sequence.prompt_ids) and self._begin(c.sequence)]
+        if not rows:
             return
-        sequences = [chunks[row].sequence for row in done]
-        for sequence in sequences:
-            self._prefilling.remove(sequence)
-            sequence.choice.begin(sequence.prompt_ids, self._vocabulary, self._device)
-        finite = torch.isfinite(logits[done]).all(-1).tolist()
-        tokens, logprobs = self._sample(logits[done], sequences)
+        sequences = [chunks[row].sequence for row in rows]
+        finite = torch.isfinite(logits[rows]).all(-1).tolist()
+        tokens, logprobs, failed = self._sample(logits[rows], sequences)
         for at, (sequence, token) in enumerate(zip(sequences, tokens.tolist(), strict=True)):
-            if not finite[at]:
-                self._fail(sequence, ArithmeticError("logits are not finite"))
+            if at in failed or not finite[at]:
+                self._fail(sequence, failed.get(at) or ArithmeticError("logits are not finite"))
                 continue
             self.generated_tokens += 1
-            self._first_token(sequence, sequence.take(token, logprobs[at] if logprobs else None))
+            try:
+                self._first_token(sequence, sequence.take(token, logprobs[at] if logprobs else None))
+            except Exception as error:  # out of memory, for its state or its row of the batch
+                self._fail(sequence, error)
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """The prompt is computed: get ready to choose tokens. False: that failed, and the request with it."""
+        self._prefilling.remove(sequence)
+        try:
+            sequence.choice.begin(sequence.prompt_ids, self._vocabulary, self._device)
+        except Exception as error:
+            self._fail(sequence, error)
+            return False
+        return True
 
     def _first_token(self, sequence: Sequence, step: Step) -> None:
         if sequence.stage is Stage.PREFILL:
@@ -204,28 +220,26 @@ class Scheduler:
         if step.finish is not None:
             self._free(sequence)
             return
-        try:
-            self._join(sequence)
-        except RuntimeError as error:  # out of memory
-            self._fail(sequence, error)
+        self._join(sequence)
 
     def _state(self, sequence: Sequence) -> EngineState:
         assert sequence.keys is not None
         assert sequence.values is not None
         return pack_state(sequence.keys, sequence.values, sequence.rope_delta, sequence.choice.seed)
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, list[StepLogprobs | None] | None]:
-        return sample(logits, [s.choice for s in sequences], [s.output for s in sequences])
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> Sampled:
+        return sample_apart(logits, [s.choice for s in sequences], [s.output for s in sequences])
 
     def _join(self, sequence: Sequence) -> None:
         assert sequence.keys is not None
         assert sequence.values is not None
+        position = len(sequence.prompt_ids) + sequence.output - 1 + sequence.rope_delta
         row = self._runner.batch.join(sequence.keys, sequence.values)
         sequence.row = row
         sequence.keys = sequence.values = None
         self._running.append(sequence)
         self._tokens[row, 0] = sequence.last_token
-        self._positions[row, 0] = len(sequence.prompt_ids) + sequence.output - 1 + sequence.rope_delta
+        self._positions[row, 0] = position
         self._all_plain = self._all_plain and sequence.choice.is_plain
 
     def _leave(self, sequence: Sequence) -> None:
@@ -245,11 +259,14 @@ class Scheduler:
         sequence.release()
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self._report(sequence, error)
+        self._free(sequence)
+
+    def _report(self, sequence: Sequence, error: Exception) -> None:
         logger.error("a request failed in the engine", exc_info=error)
         fault = EngineFault("the engine failed on this request")
         fault.__cause__ = error
         self.events.append((sequence.sink, fault))
-        self._free(sequence)
 
 
 def _blocks(sequences: Items[Sequence]) -> int:

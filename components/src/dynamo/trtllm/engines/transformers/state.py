@@ -37,7 +37,7 @@ def unpack_state(state: EngineState, shape: CacheShape, tokens: int) -> tuple[to
     if meta.get("engine") != _ENGINE or meta.get("schema") != STATE_SCHEMA:
         raise EngineFault("the prefill worker's state is not one that this engine understands; run the same release everywhere")
     delta, seed = meta.get("rope_delta"), meta.get("seed")
-    if type(delta) is not int or type(seed) is not int or meta.get("tokens") != tokens:
+    if type(delta) is not int or abs(delta) > tokens or type(seed) is not int or meta.get("tokens") != tokens:
         raise EngineFault("the prefill worker's state does not belong to this prompt")
     expected = {
         "k": (shape.layers, shape.kv_heads, tokens, shape.key_dim),
