@@ -1,6 +1,10 @@
 """`python -m dynamo.trtllm` starts a worker."""
 
-from dynamo.trtllm.main import main
-
 if __name__ == "__main__":
+    from dynamo.trtllm.signals import end_at_once_on_signals
+
+    end_at_once_on_signals()
+
+    from dynamo.trtllm.main import main
+
     main()

@@ -77,11 +77,11 @@ class Service:
     async def run(self, egress: Egress, metrics: WorkerMetrics, drained: Callable[[], Any]) -> int:
         """Register, serve until a signal or the engine's death, and return the exit code."""
         self._egress, self._drained = egress, drained
-        self._install_signals()
         metrics.expose(self._endpoint, self._config)
         health = asyncio.create_task(self._watch_engine(), name="engine-health")
         try:
             await self._register()
+            self._install_signals()  # until here a signal ends the process at once
             logger.info("serving %s as %s at %s", self._config.model.name, self._config.role.value, self._config.runtime.endpoint)
             await self._endpoint.serve_endpoint(
                 egress.endpoint_handler(),
