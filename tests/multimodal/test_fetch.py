@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import importlib.util
 import logging
 import socket
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,8 +15,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import tomllib
 from aiohttp import web
 
+from dynamo.trtllm import __version__
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault, Overloaded, PartFault, WorkerError
 from dynamo.trtllm.multimodal import http_client
@@ -93,6 +97,55 @@ async def test_a_body_arrives_whole_and_the_url_encoded_once() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("/a%40b.png", "/a%40b.png"),
+        ("/x.png?sig=%3A%2F&e=1", "/x.png?sig=%3A%2F&e=1"),
+        ("/x.png?q=%27o%27", "/x.png?q=%27o%27"),
+        ("/%7euser/%E5%9B%be.png?a=%2b+b&c=%20", "/%7euser/%E5%9B%be.png?a=%2b+b&c=%20"),
+        ("/a!$&'()*+,;=:@b/~c.png?d=/?:@!$&'()*+,;=", "/a!$&'()*+,;=:@b/~c.png?d=/?:@!$&'()*+,;="),
+        ("/a/./b/../c//d.png", "/a/./b/../c//d.png"),
+        ("?q=%27", "/?q=%27"),
+        ("/100%.png?p=%zz", "/100%25.png?p=%25zz"),
+        ("/a b|c.png?x=[1]", "/a%20b%7Cc.png?x=%5B1%5D"),
+        ("/图.png#part", "/%E5%9B%BE.png"),
+    ],
+)
+@pytest.mark.parametrize("hop", ["direct", "redirect", "whole-redirect"])
+async def test_path_and_query_are_sent_byte_for_byte_as_given_at_every_hop(given: str, sent: str, hop: str) -> None:
+    asked: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        asked.append(request.split(b" ")[1].decode())
+        if asked[-1] == "/go":
+            base = url if hop == "whole-redirect" else ""
+            writer.write(f"HTTP/1.1 302 Found\r\nLocation: {base}{given}\r\nContent-Length: 0\r\n\r\n".encode())
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, fetching() as fetcher:
+        assert await fetcher.fetch(HttpSource(url + given if hop == "direct" else url + "/go")) == b"abc"
+    expected = "/go" + sent[1:] if hop == "redirect" and given.startswith("?") else sent
+    assert asked == ([sent] if hop == "direct" else ["/go", expected])
+
+
+@pytest.mark.asyncio
+async def test_downloads_say_who_asks_and_where_to_complain() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=request.headers["User-Agent"])
+
+    async with serving(answer) as url, fetching() as fetcher:
+        agent = (await fetcher.fetch(HttpSource(url))).decode()
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert agent == f"dynamo-trtllm/{__version__} (+{project['urls']['Homepage']})"
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 429, 500, 503])
 async def test_an_error_of_the_host_is_named_by_its_status(status: int) -> None:
     async def answer(request: web.Request) -> web.Response:
@@ -147,6 +200,74 @@ async def test_a_body_that_inflates_is_measured_inflated() -> None:
 
     async with serving(answer) as url:
         assert (await fault_of(url)).startswith("larger than this worker's limit")
+
+
+def _deflated(data: bytes) -> bytes:
+    stream = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return stream.compress(data) + stream.flush()
+
+
+ENCODED: dict[str, Callable[[bytes], bytes]] = {
+    "identity": lambda data: data,
+    "": lambda data: data,
+    "gzip": gzip.compress,
+    "x-gzip": gzip.compress,
+    "X-GZip , identity": gzip.compress,
+    "gzip, gzip": lambda data: gzip.compress(gzip.compress(data)),
+    "deflate": zlib.compress,
+    "Deflate": _deflated,
+    "deflate, gzip": lambda data: gzip.compress(zlib.compress(data)),
+}
+for _module, _name in (("zstandard", "zstd"), ("brotli", "br")):
+    if importlib.util.find_spec(_module):
+        ENCODED[_name] = importlib.import_module(_module).compress
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ENCODED)
+async def test_each_content_encoding_is_undone_within_the_limit(name: str) -> None:
+    content = b""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=ENCODED[name](content), headers={"Content-Encoding": name})
+
+    async with serving(answer) as url, fetching() as fetcher:
+        for content in (BODY * 1000, bytes(CONFIG.max_file_bytes)):
+            assert await fetcher.fetch(HttpSource(url)) == content
+        content = bytes(CONFIG.max_file_bytes + 1)
+        assert await fault_of(url) == "larger than this worker's limit of 0.190735 MiB"
+        content = bytes(20 << 20)
+        assert await fault_of(url) == "larger than this worker's limit of 0.190735 MiB"
+
+
+@pytest.mark.asyncio
+async def test_members_of_a_gzip_file_are_joined_and_what_follows_is_ignored() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        body = gzip.compress(b"image ") + gzip.compress(b"bytes") + b"\0\0"
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    async with serving(answer) as url, fetching() as fetcher:
+        assert await fetcher.fetch(HttpSource(url)) == BODY
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("encoding", "body", "words"),
+    [
+        ("compress", BODY, "the image host sends it in the content encoding 'compress', which is not accepted"),
+        ("<b>", BODY, "the image host sends it in the content encoding of an unknown name, which is not accepted"),
+        ("gzip", BODY, "the image host sends it in a damaged content encoding 'gzip'"),
+        ("gzip", gzip.compress(BODY)[:-9], "the image host sends it in a damaged content encoding 'gzip'"),
+        ("deflate", b"\xff" * 9, "the image host sends it in a damaged content encoding 'deflate'"),
+        (", ".join(["gzip"] * 5), BODY, "the image host compresses the image too many times over"),
+    ],
+)
+async def test_an_unknown_or_damaged_content_encoding_is_named(encoding: str, body: bytes, words: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, headers={"Content-Encoding": encoding})
+
+    async with serving(answer) as url:
+        assert await fault_of(url) == words
 
 
 @pytest.mark.asyncio

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.multimodal import names
 from dynamo.trtllm.multimodal.addresses import is_blocked
 from dynamo.trtllm.multimodal.fetch import Fetcher
-from dynamo.trtllm.multimodal.http_client import BLOCKED, NOT_RESOLVED
+from dynamo.trtllm.multimodal.http_client import BLOCKED, NAME_TIMED_OUT, NOT_RESOLVED
 from dynamo.trtllm.multimodal.parts import HttpSource
 
 
@@ -33,7 +37,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *rounds: list[str]) -> None:
     """Let the n-th look-up of any name give the n-th of `rounds`, the last one again and again."""
     asked = 0
 
-    async def getaddrinfo(loop: Any, host: str, port: Any, **keywords: Any) -> list[Any]:
+    def getaddrinfo(host: str, port: Any, *rest: Any, **keywords: Any) -> list[Any]:
         nonlocal asked
         asked += 1
         found = rounds[min(asked, len(rounds)) - 1]
@@ -46,7 +50,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *rounds: list[str]) -> None:
             for kind, address, tail in zip(kinds, found, tails, strict=True)
         ]
 
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
 async def fault_of(url: str, *, allow_internal: bool = False) -> str:
@@ -94,6 +98,8 @@ async def fault_of(url: str, *, allow_internal: bool = False) -> str:
         "METADATA.GOOGLE.INTERNAL.",
         "metadata.google.internal..",
         "kubernetes.default.svc",
+        "app.localhost",
+        "api.default.svc.cluster.local",
     ],
 )
 @pytest.mark.parametrize("scheme", ["http", "https"])
@@ -175,3 +181,75 @@ async def test_a_trusted_egress_proxy_may_have_an_internal_address_and_nothing_e
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "example", "", "8.8.8.8.8"])
 def test_public_addresses_and_names_are_not_blocked(address: str) -> None:
     assert not is_blocked(address)
+
+
+class SilentNames:
+    """A name server that says nothing about names in `silent.example` until `speak` is set, and knows all others as 8.8.8.8."""
+
+    def __init__(self) -> None:
+        self.speak = threading.Event()
+        self.asked: list[str] = []
+        self._asked_one_more = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def until_asked(self, times: int) -> None:
+        while len(self.asked) < times:
+            self._asked_one_more.clear()
+            await self._asked_one_more.wait()
+
+    def getaddrinfo(self, host: str, port: Any, *rest: Any, **keywords: Any) -> list[Any]:
+        self.asked.append(host)
+        self._loop.call_soon_threadsafe(self._asked_one_more.set)
+        if host.endswith("silent.example"):
+            self.speak.wait()
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("8.8.8.8", port or 0))]
+
+
+@pytest_asyncio.fixture
+async def silent_names(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SilentNames]:
+    names_ = SilentNames()
+    monkeypatch.setattr(socket, "getaddrinfo", names_.getaddrinfo)
+    yield names_
+    names_.speak.set()
+
+
+@pytest.mark.asyncio
+async def test_names_that_nobody_resolves_hold_up_neither_other_names_nor_the_default_pool(
+    silent_names: SilentNames, connections: list[str]
+) -> None:
+    fetcher = Fetcher(MediaConfig())
+    silent = [asyncio.create_task(fetcher.fetch(HttpSource(f"http://{n}.silent.example/"))) for n in range(40)]
+    try:
+        await asyncio.wait_for(silent_names.until_asked(40), 20)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "transferred"), 20) == "transferred"
+        assert await asyncio.wait_for(fault_of("http://images.example/x.png"), 20) == "the image host refused the connection"
+        assert connections == ["8.8.8.8"]
+        assert not any(task.done() for task in silent)
+    finally:
+        silent_names.speak.set()
+        faults = await asyncio.gather(*silent, return_exceptions=True)
+        await fetcher.close()
+    assert {str(fault) for fault in faults} == {NOT_RESOLVED}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("target", ["http://one.silent.example/x.png", "https://two.silent.example:8443/x.png"])
+async def test_a_silent_name_server_ends_in_a_refusal_at_the_deadline_of_names(
+    target: str, silent_names: SilentNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "LOOKUP_TIMEOUT_S", 0.05)
+    assert await fault_of(target) == NAME_TIMED_OUT
+    assert await fault_of(target, allow_internal=True) == NAME_TIMED_OUT
+
+
+@pytest.mark.asyncio
+async def test_one_silent_name_that_many_ask_for_at_once_is_looked_up_once(silent_names: SilentNames) -> None:
+    fetcher = Fetcher(MediaConfig())
+    url = "http://same.silent.example/"
+    asking = [asyncio.create_task(fetcher.fetch(HttpSource(f"{url}{n}"))) for n in range(8)]
+    await silent_names.until_asked(1)
+    silent_names.speak.set()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await fetcher.close()
+    assert silent_names.asked == ["same.silent.example"]

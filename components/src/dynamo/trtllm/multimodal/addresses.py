@@ -12,11 +12,26 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.helpers import proxies_from_env
-from aiohttp.resolver import DefaultResolver
 from dynamo.common.http.url_validator import is_blocked_ip
+
+from dynamo.trtllm.multimodal.names import AddressInfo, Lookups
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _REFUSED_NETWORKS = tuple(map(ipaddress.IPv6Network, ("64:ff9b:1::/48", "2001::/32", "fec0::/10", "::/96")))
+_INTERNAL_NAMES = frozenset(
+    {
+        "localhost",
+        "localhost.localdomain",
+        "ip6-localhost",
+        "ip6-loopback",
+        "metadata",
+        "metadata.google.internal",
+        "metadata.goog",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+    }
+)
+_INTERNAL_ENDINGS = (".localhost", ".svc.cluster.local")
 
 
 class BlockedAddress(OSError):
@@ -44,27 +59,51 @@ def _embedded_ipv4(address: IPv6Address) -> IPv4Address | None:
     return address.sixtofour
 
 
+def is_address(text: str) -> bool:
+    """True when `text` is an IP address, IPv6 zone allowed, and no name."""
+    try:
+        ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_internal_name(host: str) -> bool:
+    """True for names that mean this machine or a cloud's metadata service, whatever a name server says about them."""
+    return host in _INTERNAL_NAMES or host.endswith(_INTERNAL_ENDINGS)
+
+
 class CheckedResolver(AbstractResolver):
-    """Resolves names for the connections themselves, so an answer that changes after an earlier check gains nothing.
+    """Resolves names, also for the connections themselves, so an answer that changes after an earlier check gains nothing.
 
     One blocked address among the answers refuses the name (Dynamo's own resolver would go on with the others). The operator's own
     egress proxies may have any address; whether they are used at all is decided by Dynamo's client.
     """
 
     def __init__(self, *, allow_internal: bool) -> None:
-        self._inner = DefaultResolver()
+        self._lookups = Lookups()
         self._allow_internal = allow_internal
         self._proxies = frozenset(proxy.proxy.host for proxy in proxies_from_env().values())
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Addresses of `host`. Raises `BlockedAddress`, or `OSError` when there are none."""
-        answers = await self._inner.resolve(host, port, family)
+        """Addresses of `host`. Raises `BlockedAddress`, `OSError` when there are none, and `Overloaded`."""
+        answers = [_result(host, answer) for answer in await self._lookups.find(host, port, family)]
         checked = not self._allow_internal and host not in self._proxies
         if checked and any(is_blocked(answer["host"]) for answer in answers):
             raise BlockedAddress("a blocked address is among the answers")
         return answers
 
     async def close(self) -> None:
-        await self._inner.close()
+        """Nothing is held."""
+
+
+def _result(host: str, answer: AddressInfo) -> ResolveResult:
+    """One answer of `getaddrinfo` as aiohttp takes it; a scope (RFC 4007) is part of a link-local address."""
+    family, _, proto, _, address = answer
+    scope = f"%{address[3]}" if family == socket.AF_INET6 and address[3] else ""
+    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return ResolveResult(
+        hostname=host, host=f"{address[0].partition('%')[0]}{scope}", port=address[1], family=family, proto=proto, flags=numeric
+    )

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from dynamo.trtllm.config import MEBIBYTE, MediaConfig
 from dynamo.trtllm.errors import LimitFault, Overloaded
 from dynamo.trtllm.multimodal.blocking import run_blocking
+from dynamo.trtllm.multimodal.content_encoding import FetchError
 from dynamo.trtllm.multimodal.data_url import decode_payload
 from dynamo.trtllm.multimodal.files import read_file
-from dynamo.trtllm.multimodal.http_client import TIMED_OUT, FetchError, MediaHttpClient, host_of
+from dynamo.trtllm.multimodal.http_client import TIMED_OUT, MediaHttpClient, host_of
 from dynamo.trtllm.multimodal.parts import DataSource, HttpSource, MediaPart, Source, at_part
 
 _LONG_PAYLOAD = 1 << 16

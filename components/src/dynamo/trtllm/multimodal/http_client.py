@@ -1,41 +1,44 @@
 """One GET of one client-chosen URL over Dynamo's HTTP client, with redirects followed here so that every hop is checked.
 
-Dynamo's client brings timeouts, the byte cap while reading, connection reuse and the rule about egress proxies; its policy
-(`validate_url`) decides about names and addresses. Failures leave this module as `FetchError`, in our words.
+Dynamo's client brings timeouts, the byte cap while reading, connection reuse and the rule about egress proxies;
+`addresses` decides about names and addresses, `url_text` keeps a URL's bytes. Failures leave this module as `FetchError`, in
+our words.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import socket
 from urllib.parse import urlsplit
 
 import aiohttp
-from dynamo.common.http import (
-    AiohttpClient,
-    HttpConfigurationError,
-    HttpConnectionError,
-    HttpStatusError,
-    HttpTimeoutError,
-)
-from dynamo.common.http.url_validator import UrlValidationError, UrlValidationPolicy, validate_url
+from dynamo.common.http import AiohttpClient, HttpConfigurationError
+from dynamo.common.http.base import collect_capped
+from dynamo.common.http.url_validator import UrlValidationError
 from yarl import URL
 
-from dynamo.trtllm.errors import ClientFault, WorkerError
-from dynamo.trtllm.multimodal.addresses import BlockedAddress, CheckedResolver, is_blocked
+from dynamo.trtllm import PROJECT_URL, __version__
+from dynamo.trtllm.errors import WorkerError
+from dynamo.trtllm.multimodal.addresses import BlockedAddress, CheckedResolver, is_address, is_blocked, is_internal_name
+from dynamo.trtllm.multimodal.content_encoding import Body, FetchError, inflate, larger_than
+from dynamo.trtllm.multimodal.names import NameTimeout
+from dynamo.trtllm.multimodal.url_text import NotWebUrl, parse_url
 
 logger = logging.getLogger(__name__)
 
 MAX_REDIRECTS = 3
 """As Dynamo's own."""
+USER_AGENT = f"dynamo-trtllm/{__version__} (+{PROJECT_URL})"
+"""Some hosts refuse a client that names no contact."""
 
 BLOCKED = "its url is blocked by this worker's policy: only public hosts may be fetched"
 NOT_RESOLVED = "the name of the image host cannot be resolved"
+NAME_TIMED_OUT = "no name server answered about the image host in time"
 TIMED_OUT = "the image host did not deliver the image in time"
+INVALID_REDIRECT = "the image host redirects to an invalid URL"
 
-
-class FetchError(ClientFault):
-    """A download failed, by the fault of the URL or of the host behind it."""
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_READ_BYTES = 1 << 16
 
 
 class MediaHttpClient(AiohttpClient):
@@ -43,80 +46,84 @@ class MediaHttpClient(AiohttpClient):
 
     def __init__(self, *, allow_internal: bool) -> None:
         super().__init__()
-        self._policy = UrlValidationPolicy(allow_http=True, allow_private_ips=allow_internal)
-        self._checked_resolvers: list[CheckedResolver] = []
-
-    async def close(self) -> None:
-        """Close sessions and resolvers; a session closes only a resolver that it made itself."""
-        await super().close()
-        while self._checked_resolvers:
-            await self._checked_resolvers.pop().close()
+        self._allow_internal = allow_internal
+        self._names = CheckedResolver(allow_internal=allow_internal)
 
     async def get(self, url: str, *, timeout_s: float, max_bytes: int) -> bytes:
-        """The body behind `url`. Raises `FetchError`, or `WorkerError` where the deployment's proxy forbids every fetch."""
+        """The body behind `url`, its content encodings undone.
+
+        Raises `FetchError`, `Overloaded`, and `WorkerError` where the deployment's proxy forbids every fetch.
+        """
+        target = await self._check(url)
         for _ in range(MAX_REDIRECTS + 1):
-            target = await self._check(url)
             body, location = await self._hop(target, timeout_s, max_bytes)
-            if location is None:
-                return body or b""
-            url = location
+            if body is not None:
+                return await inflate(body, max_bytes)
+            target = await self._check(location, target)
         raise FetchError(f"the image host redirects more than {MAX_REDIRECTS} times")
 
-    async def _check(self, url: str) -> str:
-        """`url` in its canonical form, with a host that the policy allows."""
+    async def _check(self, text: str, base: URL | None = None) -> URL:
+        """What `text` leads to, with a host that the policy allows. The same `URL` is then asked for, so none is read twice."""
         try:
-            parsed = URL(url)
-            if parsed.scheme not in ("http", "https"):
-                raise FetchError("the image host redirects to something other than http or https")
-            host = (parsed.host or "").rstrip(".").lower()
-            target = str(parsed.with_host(host).with_fragment(None))
+            target = parse_url(text, base)
+        except NotWebUrl as error:
+            raise FetchError("the image host redirects to something other than http or https") from error
         except ValueError as error:
-            raise FetchError("its url is not a valid URL") from error
-        if not self._policy.allow_private_ips and is_blocked(host):
+            raise FetchError("its url is not a valid URL" if base is None else INVALID_REDIRECT) from error
+        host = target.raw_host or ""
+        if self._allow_internal:
+            return target
+        if is_blocked(host) or is_internal_name(host):
             raise FetchError(BLOCKED)
+        if is_address(host):
+            return target
         try:
-            await validate_url(target, self._policy)
-        except UrlValidationError as error:
-            raise FetchError(NOT_RESOLVED if isinstance(error.__cause__, socket.gaierror) else BLOCKED) from error
+            await self._names.resolve(host)
+        except OSError as error:
+            raise FetchError(_name_fault(error)) from error
         except UnicodeError as error:
             raise FetchError("its url is not a valid URL") from error
         return target
 
-    async def _hop(self, url: str, timeout_s: float, max_bytes: int) -> tuple[bytes | None, str | None]:
+    async def _hop(self, url: URL, timeout_s: float, max_bytes: int) -> tuple[Body | None, str]:
         """One request without redirects: the body, or where it leads. aiohttp itself tries a lost connection once more."""
+        if not self._allow_internal:
+            await self._require_proxy_trust(url)
+        session = await self._get_session(self._allow_internal)
         try:
-            return await self._fetch_body_or_redirect(url, timeout_s, max_bytes=max_bytes, policy=self._policy)
-        except HttpStatusError as error:
-            raise FetchError(f"the image host answered {error.status}") from error
-        except HttpTimeoutError as error:
+            async with session.get(url, timeout=self._effective_timeout(timeout_s), allow_redirects=False) as response:
+                location = response.headers.get("Location", "")
+                if response.status in _REDIRECTS and location:
+                    return None, location
+                if response.status >= 400:
+                    raise FetchError(f"the image host answered {response.status}")
+                chunks = response.content.iter_chunked(_READ_BYTES)
+                return Body(await collect_capped(chunks, "", max_bytes), response.headers.getall("Content-Encoding", [])), ""
+        except asyncio.TimeoutError as error:
             raise FetchError(TIMED_OUT) from error
-        except HttpConnectionError as error:
-            raise _connection_fault(error.__cause__) from error
+        except aiohttp.ClientError as error:
+            raise _connection_fault(error) from error
         except UrlValidationError as error:
-            raise FetchError(f"larger than this worker's limit of {max_bytes / (1 << 20):g} MiB") from error
+            raise FetchError(larger_than(max_bytes)) from error
+
+    async def _require_proxy_trust(self, url: URL) -> None:
+        try:
+            await self._require_trusted_egress_proxy(str(url))
         except HttpConfigurationError as error:
             logger.error("images cannot be fetched: %s applies to them and is not trusted", "an egress proxy")
             raise WorkerError("this worker cannot fetch images: its egress proxy is not marked as trusted") from error
-        except ValueError as error:
-            raise FetchError("the image host redirects to an invalid URL") from error
-
-    @staticmethod
-    def _connect_allows_private(policy: UrlValidationPolicy | None) -> bool:
-        """Our configuration decides alone; it has read the environment already."""
-        return policy is not None and policy.allow_private_ips
 
     def _build_session(self, allow_private_ips: bool) -> aiohttp.ClientSession:
-        resolver = CheckedResolver(allow_internal=allow_private_ips)
-        self._checked_resolvers.append(resolver)
         connector = aiohttp.TCPConnector(
-            limit=0, resolver=resolver, keepalive_timeout=self._config.keepalive_timeout, use_dns_cache=False
+            limit=0, resolver=self._names, keepalive_timeout=self._config.keepalive_timeout, use_dns_cache=False
         )
-        # Cookies of one request's host must not travel with another's; Accept names what `decode` takes.
+        # Cookies of one request's host must not travel with another's; what is compressed is inflated here, within the limit.
         return aiohttp.ClientSession(
             connector=connector,
             trust_env=True,
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity", "User-Agent": "dynamo-trtllm"},
+            auto_decompress=False,
+            headers={"Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity", "User-Agent": USER_AGENT},
         )
 
 
@@ -125,10 +132,16 @@ def host_of(url: str) -> str:
     return (urlsplit(url).netloc.rpartition("@")[2]).lower()
 
 
-def _connection_fault(cause: BaseException | None) -> FetchError:
+def _name_fault(error: OSError) -> str:
+    if isinstance(error, BlockedAddress):
+        return BLOCKED
+    return NAME_TIMED_OUT if isinstance(error, NameTimeout) else NOT_RESOLVED
+
+
+def _connection_fault(cause: aiohttp.ClientError) -> FetchError:
     """What a client reads when no answer came; `cause` is aiohttp's own exception."""
     if isinstance(cause, aiohttp.ClientConnectorDNSError):
-        return FetchError(BLOCKED if isinstance(cause.os_error, BlockedAddress) else NOT_RESOLVED)
+        return FetchError(_name_fault(cause.os_error))
     if isinstance(cause, aiohttp.ClientConnectorCertificateError):
         return FetchError("the TLS certificate of the image host is not valid")
     if isinstance(cause, aiohttp.ClientSSLError):
