@@ -12,6 +12,8 @@ from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.request import Request, parse_request
 
+IDS = "must hold token ids: whole numbers that are not negative and fit 32 bits"
+
 
 def test_a_bare_request_has_every_default() -> None:
     assert parse_request({"token_ids": [1, 2]}) == Request(model="", token_ids=(1, 2), sampling=Sampling())
@@ -49,7 +51,11 @@ def test_nulls_are_as_good_as_missing_fields() -> None:
         ("sampling_options", {"presence_penalty": -2}, "presence_penalty", -2.0),
         ("sampling_options", {"frequency_penalty": 2}, "frequency_penalty", 2.0),
         ("sampling_options", {"n": 1, "best_of": 1, "use_beam_search": False}, "guided", None),
+        ("sampling_options", {"top_k": (1 << 31) - 1}, "top_k", (1 << 31) - 1),
+        ("sampling_options", {"seed": (1 << 64) - 1}, "seed", (1 << 64) - 1),
         ("stop_conditions", {"max_tokens": 3}, "max_tokens", 3),
+        ("stop_conditions", {"max_tokens": (1 << 32) - 1}, "max_tokens", (1 << 31) - 1),
+        ("stop_conditions", {"max_tokens": 1e300}, "max_tokens", (1 << 31) - 1),
         ("stop_conditions", {"min_tokens": 4}, "min_tokens", 4),
         ("stop_conditions", {"min_tokens": -4}, "min_tokens", 0),
         ("stop_conditions", {"stop_token_ids": [1], "stop_token_ids_visible": [2]}, "stop_token_ids", frozenset({1, 2})),
@@ -102,6 +108,16 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ({"stop_conditions": {"max_tokens": 1.5}}, "max_tokens must be a whole number"),
         ({"stop_conditions": {"max_tokens": True}}, "max_tokens must be a whole number"),
         ({"stop_conditions": {"max_tokens": float("inf")}}, "max_tokens must be a whole number"),
+        ({"stop_conditions": {"max_tokens": -(10**30)}}, "max_tokens must be at least 1"),
+        ({"stop_conditions": {"min_tokens": "3"}}, "min_tokens must be a whole number"),
+        ({"stop_conditions": {"min_tokens": 1 << 64}}, f"min_tokens must be between {-(1 << 63)} and {(1 << 64) - 1}"),
+        ({"stop_conditions": {"ignore_eos": "false"}}, "ignore_eos must be true or false"),
+        ({"stop_conditions": {"stop_token_ids": 7}}, "stop_token_ids must be a list"),
+        ({"stop_conditions": {"stop_token_ids": [7, 1.5]}}, f"stop_token_ids {IDS}"),
+        ({"stop_conditions": {"stop_token_ids_visible": [-1]}}, f"stop_token_ids_visible {IDS}"),
+        ({"stop_conditions": {"stop_token_ids_hidden": [[2]]}}, f"stop_token_ids_hidden {IDS}"),
+        ({"eos_token_ids": [True]}, f"eos_token_ids {IDS}"),
+        ({"eos_token_ids": "2"}, "eos_token_ids must be a list"),
         ({"stop_conditions": [1]}, "stop_conditions must be an object"),
         ({"sampling_options": {"temperature": -0.5}}, "temperature must be at least 0, not -0.5"),
         ({"sampling_options": {"temperature": "hot"}}, "temperature must be a number"),
@@ -110,6 +126,21 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ({"sampling_options": {"top_p": 1.5}}, "top_p must be between 0 and 1, not 1.5"),
         ({"sampling_options": {"min_p": -1}}, "min_p must be between 0 and 1, not -1"),
         ({"sampling_options": {"seed": "a"}}, "seed must be a whole number"),
+        (
+            {"sampling_options": {"seed": 1e30}},
+            "seed must be between -9223372036854775808 and 18446744073709551615, not 1e+30",
+        ),
+        ({"sampling_options": {"top_k": 1e30}}, "top_k must be between -1 and 2147483647, not 1e+30"),
+        ({"sampling_options": {"top_k": 1 << 63}}, "top_k must be between -1 and 2147483647, not 9223372036854775808"),
+        ({"sampling_options": {"top_k": 10**5000}}, "top_k must be between -1 and 2147483647"),
+        ({"sampling_options": {"top_k": -2}}, "top_k must be at least -1, not -2"),
+        ({"sampling_options": {"top_k": 2.5}}, "top_k must be a whole number"),
+        ({"sampling_options": {"top_k": [3]}}, "top_k must be a whole number"),
+        ({"sampling_options": {"temperature": 1e30}}, "temperature must be between 0 and 1000000, not 1e+30"),
+        ({"sampling_options": {"temperature": 10**400}}, "temperature must be a number"),
+        ({"sampling_options": {"temperature": True}}, "temperature must be a number"),
+        ({"sampling_options": {"min_p": {}}}, "min_p must be a number"),
+        ({"sampling_options": {"repetition_penalty": 1e300}}, "repetition_penalty must be between 0 and 1000000, not 1e+300"),
         ({"sampling_options": {"repetition_penalty": 0}}, "repetition_penalty must be greater than 0"),
         ({"sampling_options": {"presence_penalty": 3}}, "presence_penalty must be between -2 and 2, not 3"),
         ({"sampling_options": {"frequency_penalty": -3}}, "frequency_penalty must be between -2 and 2, not -3"),
@@ -122,6 +153,26 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
             {"sampling_options": {"guided_decoding": {"regex": "a", "json": {}}}},
             "only one kind of guided decoding is possible at once, not json and regex",
         ),
+        ({"sampling_options": {"n": 1e300}}, "n must be between -9223372036854775808 and 18446744073709551615, not 1e+300"),
+        ({"sampling_options": {"guided_decoding": {"regex": 5}}}, "regex must be a string"),
+        ({"sampling_options": {"guided_decoding": {"choice": 5}}}, "choice must be a list"),
+        ({"sampling_options": {"guided_decoding": {"choice": ["a", 5]}}}, "choice must hold strings"),
+        ({"token_ids": [1, 2.0]}, f"token_ids {IDS}"),
+        ({"token_ids": [1, -2]}, f"token_ids {IDS}"),
+        ({"token_ids": [1, 1 << 32]}, f"token_ids {IDS}"),
+        ({"token_ids": [1, None]}, f"token_ids {IDS}"),
+        ({"token_ids": [1, "2"]}, f"token_ids {IDS}"),
+        ({"token_ids": [False, True]}, f"token_ids {IDS}"),
+        ({"token_ids": {"0": 1}}, "the prompt is empty"),
+        ({"routing": {"cache_salt": 5}}, "cache_salt must be a string"),
+        ({"routing": {"dp_rank": -1}}, "dp_rank must be at least 0, not -1"),
+        ({"routing": {"dp_rank": 1e30}}, "dp_rank must be between 0 and 2147483647, not 1e+30"),
+        ({"extra_args": {"mm_hashes": 5}}, "mm_hashes must be a list"),
+        ({"extra_args": {"mm_hashes": [5]}}, "mm_hashes must hold strings"),
+        ({"extra_args": {"formatted_prompt": ["hello"]}}, "formatted_prompt must be a string"),
+        ({"prefill_result": {"disaggregated_params": [1]}}, "disaggregated_params must be an object"),
+        ({"multi_modal_data": {"image_url": "http://x/y.png"}}, "image_url must be a list"),
+        ({"multi_modal_uuids": {"image_url": 5}}, "a content part's uuid is not supported; leave it out"),
         ({"output_options": {"logprobs": 101}}, "logprobs must be between 0 and 100, not 101"),
         ({"output_options": {"prompt_logprobs": -1}}, "prompt_logprobs must be between 0 and 100, not -1"),
         ({"routing": {"lora_name": "l"}}, "LoRA adapters are not supported; ask for the base model"),
@@ -143,6 +194,12 @@ def test_what_cannot_be_served_is_refused_in_words(raw: dict[str, Any], words: s
     with pytest.raises(ClientFault) as caught:
         parse_request({"token_ids": [1], **raw})
     assert caught.value.message == words
+
+
+@pytest.mark.parametrize("raw", [None, 5, "prompt", [1, 2], [["token_ids", [1]]]])
+def test_what_is_no_object_is_refused_as_such(raw: Any) -> None:
+    with pytest.raises(ClientFault, match="the request must be an object"):
+        parse_request(raw)
 
 
 def test_packed_token_ids_are_little_endian_32_bit() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,9 @@ _PART_KINDS: tuple[tuple[str, Literal["image", "video", "audio"]], ...] = (
     ("audio_url", "audio"),
 )
 _MAX_LOGPROBS = 100
+_INT32 = (1 << 31) - 1
+_MOST = 1e6
+"""Bound of temperature and repetition penalty: far beyond any use, far below where arithmetic on scores overflows."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NO_IDS: frozenset[int] = frozenset()
 
@@ -52,6 +56,8 @@ class Request:
 
 def parse_request(raw: Mapping[str, Any]) -> Request:
     """Parse the frontend's dict. Raises `ClientFault` naming the field that this worker cannot serve."""
+    if not isinstance(raw, Mapping):
+        raise ClientFault("the request must be an object")
     extra = _mapping(raw, "extra_args")
     routing = _mapping(raw, "routing")
     if routing.get("lora_name"):
@@ -64,16 +70,16 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
     media = _mapping(raw, "multi_modal_data")
     return Request(
         model=str(raw.get("model", "")),
-        token_ids=_token_ids(raw.get("token_ids")),
+        token_ids=_prompt(raw.get("token_ids")),
         sampling=_sampling(raw),
         media=_media(media) if media else (),
-        text=extra.get("formatted_prompt"),
-        handoff=_mapping(raw, "prefill_result").get("disaggregated_params"),
+        text=_optional(_string, extra, "formatted_prompt"),
+        handoff=_optional(_object, _mapping(raw, "prefill_result"), "disaggregated_params"),
         priority=_optional(_number, routing, "priority"),
-        cache_salt=routing.get("cache_salt"),
-        dp_rank=_optional(_integer, routing, "dp_rank"),
+        cache_salt=_optional(_string, routing, "cache_salt"),
+        dp_rank=_optional(_rank, routing, "dp_rank"),
         is_health_check=bool(raw.get("_HEALTH_CHECK")),
-        media_hashes=tuple(extra.get("mm_hashes") or ()),
+        media_hashes=_optional(_strings, extra, "mm_hashes") or (),
     )
 
 
@@ -82,15 +88,18 @@ def _sampling(raw: Mapping[str, Any]) -> Sampling:
     _refuse_unsupported(options)
     # Most requests set two or three of them, so what is looked up is the given options and not the possible ones.
     chosen = {name: _OPTIONS[name](name, value) for name, value in options.items() if value is not None and name in _OPTIONS}
-    eos = frozenset(raw.get("eos_token_ids") or stop.get("stop_token_ids_hidden") or ())
-    stops = [*(stop.get("stop_token_ids") or ()), *(stop.get("stop_token_ids_visible") or ())]
+    eos = frozenset(_optional(_token_ids, raw, "eos_token_ids") or _optional(_token_ids, stop, "stop_token_ids_hidden") or ())
+    stops = (
+        *(_optional(_token_ids, stop, "stop_token_ids") or ()),
+        *(_optional(_token_ids, stop, "stop_token_ids_visible") or ()),
+    )
     return Sampling(
         **chosen,
         max_tokens=_optional(_max_tokens, stop, "max_tokens"),
-        min_tokens=max(0, _optional(_integer, stop, "min_tokens") or 0),
+        min_tokens=_optional(_min_tokens, stop, "min_tokens") or 0,
         stop_token_ids=frozenset(stops) - eos if stops else _NO_IDS,
         eos_token_ids=eos,
-        ignore_eos=bool(stop.get("ignore_eos")),
+        ignore_eos=_optional(_truth, stop, "ignore_eos") or False,
         logprobs=_optional(_count, output, "logprobs"),
         prompt_logprobs=_optional(_count, output, "prompt_logprobs"),
         guided=_optional(_guided, options, "guided_decoding"),
@@ -102,7 +111,7 @@ def _refuse_unsupported(options: Mapping[str, Any]) -> None:
         count = _optional(_integer, options, name)
         if count is not None and count != 1:
             raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count}")
-    if options.get("use_beam_search"):
+    if _optional(_truth, options, "use_beam_search"):
         raise ClientFault("beam search is not supported")
 
 
@@ -113,8 +122,10 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
         raise ClientFault(f"{name} must be an object")
     given = {name: value for name, value in raw.items() if value not in (None, False, [], "")}
     known = {name: given[name] for name in ("json", "regex", "grammar", "json_object", "structural_tag") if name in given}
+    for text in ("regex", "grammar"):
+        _optional(_string, known, text)
     if given.get("choice"):
-        known["choice"] = tuple(given["choice"])
+        known["choice"] = _strings("choice", given["choice"])
     if len(known) > 1:
         raise ClientFault(f"only one kind of guided decoding is possible at once, not {' and '.join(sorted(known))}")
     return GuidedDecoding(**known) if known else None
@@ -123,9 +134,9 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
 def _media(raw: Mapping[str, Any]) -> tuple[MediaPart, ...]:
     parts: list[MediaPart] = []
     for key, kind in _PART_KINDS:
-        for item in raw.get(key) or ():
-            url = item.get("Url") if isinstance(item, Mapping) else item
-            if url is None:
+        for item in _optional(_list, raw, key) or ():
+            url: Any = item.get("Url") if isinstance(item, Mapping) else item
+            if url is None and isinstance(item, Mapping) and "Decoded" in item:
                 raise ClientFault(f"{kind} {len(parts) + 1}: media decoded by the frontend is not supported; send its URL")
             parts.append(MediaPart(position=len(parts) + 1, kind=kind, url=url))
     unknown = sorted(set(raw) - {key for key, _ in _PART_KINDS})
@@ -134,26 +145,35 @@ def _media(raw: Mapping[str, Any]) -> tuple[MediaPart, ...]:
     return tuple(parts)
 
 
-def _token_ids(raw: Any) -> tuple[int, ...]:
+def _prompt(raw: Any) -> tuple[int, ...]:
     """Token ids as a list of ints, or packed as little-endian int32 (`DYN_TOKEN_IDS_AS_BYTES`)."""
-    if isinstance(raw, list) and raw:
-        return tuple(raw)
-    if not isinstance(raw, Sequence) or isinstance(raw, str) or not raw:
-        raise ClientFault("the prompt is empty")
-    if isinstance(raw, (bytes, bytearray)):
+    if isinstance(raw, (bytes, bytearray)) and raw:
         if len(raw) % 4:
             raise ClientFault("the prompt's packed token ids are not whole 32-bit numbers")
-        return struct.unpack(f"<{len(raw) // 4}i", raw)
+        return struct.unpack(f"<{len(raw) // 4}I", raw)
+    if not isinstance(raw, (list, tuple)) or not raw:
+        raise ClientFault("the prompt is empty")
+    return _token_ids("token_ids", raw)
+
+
+def _token_ids(name: str, raw: Any) -> tuple[int, ...]:
+    """Ids as they may index a vocabulary; whether they lie inside the model's is for the engine to say."""
+    if not isinstance(raw, (list, tuple)):
+        raise ClientFault(f"{name} must be a list")
+    try:
+        array("I", raw)  # takes whole numbers from 0 to 32 bits and nothing else but bools, at C's speed
+    except (TypeError, OverflowError):
+        sound = False
+    else:
+        sound = bool not in set(map(type, raw))
+    if not sound:
+        raise ClientFault(f"{name} must hold token ids: whole numbers that are not negative and fit 32 bits")
     return tuple(raw)
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = raw.get(key)
-    if value is None:
-        return _EMPTY
-    if not isinstance(value, (dict, Mapping)):  # a dict is found without asking the abstract class
-        raise ClientFault(f"{key} must be an object")
-    return value
+    return _EMPTY if value is None else _object(key, value)
 
 
 def _optional(check: Callable[[str, Any], Value], raw: Mapping[str, Any], key: str) -> Value | None:
@@ -162,52 +182,97 @@ def _optional(check: Callable[[str, Any], Value], raw: Mapping[str, Any], key: s
 
 
 def _number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ClientFault(f"{name} must be a number")
-    if not low <= value <= high:
-        bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        raise ClientFault(f"{name} must be {bounds}, not {value:g}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ClientFault(f"{name} must be a number")
+    _require_range(name, number, low, high)
+    return number
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any, low: int = -(1 << 63), high: float = (1 << 64) - 1) -> int:
+    """A whole number, written as an integer or not; by default one that JSON can bring as such."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1:
         raise ClientFault(f"{name} must be a whole number")
+    _require_range(name, value, low, high)
     return int(value)
 
 
+def _require_range(name: str, value: float, low: float, high: float) -> None:
+    if low <= value <= high:
+        return
+    is_cap = high >= _MOST  # a bound of ours or of a type, not one that the option's meaning has
+    bounds = f"at least {_shown(low)}" if value < low and is_cap else f"between {_shown(low)} and {_shown(high)}"
+    is_short = isinstance(value, float) or abs(value) < 1 << 64
+    raise ClientFault(f"{name} must be {bounds}" + (f", not {_shown(value)}" if is_short else ""))
+
+
+def _shown(value: float) -> str:
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
+
+
 def _max_tokens(name: str, value: Any) -> int:
-    count = _integer(name, value)
-    if count < 1:
-        raise ClientFault(f"{name} must be at least 1, not {count}")
-    return count
-
-
-def _count(name: str, value: Any) -> int:
-    count = _integer(name, value)
-    if not 0 <= count <= _MAX_LOGPROBS:
-        raise ClientFault(f"{name} must be between 0 and {_MAX_LOGPROBS}, not {count}")
-    return count
+    return min(_integer(name, value, 1, math.inf), _INT32)  # the context length bounds it further
 
 
 def _top_k(name: str, value: Any) -> int | None:
-    top_k = _integer(name, value)
+    top_k = _integer(name, value, -1, _INT32)
     return top_k if top_k > 0 else None  # 0 and -1 mean all tokens, as in the OpenAI extensions
 
 
+def _min_tokens(name: str, value: Any) -> int:
+    return min(max(0, _integer(name, value)), _INT32)  # none that is negative
+
+
 def _repetition_penalty(name: str, value: Any) -> float:
-    penalty = _number(name, value, 0.0)
+    penalty = _number(name, value, 0.0, _MOST)
     if penalty == 0.0:
         raise ClientFault(f"{name} must be greater than 0")
     return penalty
 
 
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ClientFault(f"{name} must be true or false")
+    return value
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ClientFault(f"{name} must be a string")
+    return value
+
+
+def _list(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise ClientFault(f"{name} must be a list")
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if not all(isinstance(each, str) for each in _list(name, value)):
+        raise ClientFault(f"{name} must hold strings")
+    return tuple(value)
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, (dict, Mapping)):  # a dict is found without asking the abstract class
+        raise ClientFault(f"{name} must be an object")
+    return value
+
+
 def _flatten(values: Any) -> list[Any]:
-    return [item for value in values for item in (value or ())]
+    return [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
 
 
+_count = partial(_integer, low=0, high=_MAX_LOGPROBS)
+_rank = partial(_integer, low=0, high=_INT32)
 _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": partial(_number, low=0.0),
+    "temperature": partial(_number, low=0.0, high=_MOST),
     "top_p": partial(_number, low=0.0, high=1.0),
     "top_k": _top_k,
     "min_p": partial(_number, low=0.0, high=1.0),

@@ -247,7 +247,7 @@ def _is_plain(sampling: Sampling) -> bool:
 
 def _request_key(request: EngineRequest) -> int:
     """A number that stands for everything that the answer depends on."""
-    key = zlib.crc32(b"".join(i.to_bytes(4, "little", signed=True) for i in request.prompt.token_ids))
+    key = zlib.crc32(b"".join(i.to_bytes(4, "little") for i in request.prompt.token_ids))
     for media in request.prompt.media:
         key = zlib.crc32(media.item.digest.encode(), key)
     if request.sampling.seed is not None and request.sampling.temperature:

@@ -30,7 +30,7 @@ class EncodeHandler(HandlerBase):
         return self._reply(raw)
 
     async def _reply(self, raw: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        if raw.get("_HEALTH_CHECK"):
+        if isinstance(raw, Mapping) and raw.get("_HEALTH_CHECK"):
             await self._engine.check_health()
             yield {"token_ids": [], "finish_reason": "stop"}
             return

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_LENGTH = 8192
 DEFAULT_BLOCK_SIZE = 32
-_REFUSALS = (ValueError, TypeError, AssertionError)
+_REFUSALS = (ValueError, TypeError, OverflowError, AssertionError)
 """What the library raises while submitting when it does not like the request."""
 _CANCEL_AGAIN_S = 0.5
 """The library's iterators wait with `asyncio.wait_for`, which before Python 3.12 can swallow a cancellation."""
@@ -315,7 +315,9 @@ class TensorRTLLMEngine(Engine):
         keep: tuple[torch.Tensor, ...] = (),
     ) -> _Submitted:
         """Hands the request to the engine. Raises `ClientFault` when it refuses, `EngineDead` when it is gone."""
-        prompt = request.prompt
+        prompt, ranks = request.prompt, self._info.data_parallel_size
+        if request.dp_rank is not None and request.dp_rank >= ranks > 1:
+            raise ClientFault(f"dp_rank must be between 0 and {ranks - 1}, not {request.dp_rank}")
         built = self._inputs.build(prompt, request.media_hashes)
         if built.disaggregated:
             disaggregated = disaggregated or self._library.disaggregated_params(request_type="context_and_generation")
