@@ -200,7 +200,8 @@ def test_prefill_and_decode_that_do_not_fit_together_are_refused_from_either_sid
 ) -> None:
     import yaml
 
-    from dynamo.trtllm.utils.layers import Layer, merge_layers, read_yaml
+    from dynamo.trtllm.utils.layers import Layer, merge_layers
+    from dynamo.trtllm.utils.yaml_files import read_yaml
 
     other, _ = merge_layers([Layer("file", read_yaml(QWEN3 / "decode.yaml")), Layer("change", changes)])
     path = tmp_path / "decode.yaml"

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, read_yaml, split_dotted
+from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, split_dotted
 
 
 def test_a_later_layer_changes_only_the_keys_it_names() -> None:
@@ -114,36 +112,6 @@ def test_a_dotted_flag_without_a_value_is_refused(arguments: list[str]) -> None:
 def test_a_dotted_flag_with_an_empty_name_is_refused(flag: str) -> None:
     with pytest.raises(StartupError, match=r"names no engine argument: write --trtllm\.GROUP\.KEY VALUE$"):
         split_dotted([flag, "1"])
-
-
-def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
-    path = tmp_path / "empty.yaml"
-    path.write_text("# nothing\n")
-    assert read_yaml(path) == {}
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("a: [1\n", "the engine configuration bad.yaml is not YAML at line 2: correct it"),
-        ("- a\n- b\n", "the engine configuration bad.yaml must hold a mapping of engine arguments"),
-        ("a: 1\nb:\n  c: 1\n  c: 2\n", "bad.yaml names the key c twice in the mapping at line 3: keep one of them"),
-        ("!!python/object/apply:os.getcwd []\n", "the engine configuration bad.yaml is not YAML at line 1: correct it"),
-    ],
-)
-def test_a_file_that_holds_no_engine_arguments_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(content)
-    with pytest.raises(StartupError) as refusal:
-        read_yaml(path)
-    assert refusal.value.message == sentence
-
-
-def test_a_missing_or_unreadable_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"does not exist: give the path of a YAML file$"):
-        read_yaml(tmp_path / "none.yaml")
-    with pytest.raises(StartupError, match=r"cannot be read: give the path of a YAML file$"):
-        read_yaml(tmp_path)
 
 
 def test_keys_that_are_no_text_are_refused() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -253,6 +253,26 @@ def _request_key(request: EngineRequest) -> int:
     if request.sampling.seed is not None and request.sampling.temperature:
         key = zlib.crc32(str(request.sampling.seed).encode(), key)
     return key
+
+
+def find_script_faults(script: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence for each key of a script that the double does not know or whose value is of another kind."""
+    kinds = {entry.name: str(entry.type).split(" | ") for entry in fields(DoubleScript)}
+    for name, value in script.items():
+        if name not in kinds:
+            yield f"the double engine knows no script key {name}; see DoubleScript"
+        elif not _is_of(value, kinds[name]):
+            yield f"double.{name} {value!r} must be {_SCRIPT_KINDS[kinds[name][0]]}"
+
+
+_SCRIPT_KINDS = {"int": "a whole number of at least 0", "float": "a number of at least 0", "bool": "true or false"}
+
+
+def _is_of(value: Any, kinds: Sequence[str]) -> bool:
+    if value is None or isinstance(value, bool):
+        return ("None" if value is None else "bool") in kinds
+    allowed = (int, float) if "float" in kinds else (int,) if "int" in kinds else ()
+    return isinstance(value, allowed) and math.isfinite(value) and value >= 0
 
 
 def _limits(args: Mapping[str, Any]) -> dict[str, Any]:

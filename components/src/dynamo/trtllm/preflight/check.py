@@ -5,7 +5,7 @@ from __future__ import annotations
 from dynamo.trtllm.config import Invocation
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.preflight.compare import compare, read_other
-from dynamo.trtllm.preflight.faults import find_faults
+from dynamo.trtllm.preflight.faults import find_faults, without_wrong_values, wrong_values
 from dynamo.trtllm.preflight.live import ask_peers
 from dynamo.trtllm.preflight.memory import GIGABYTE, estimate, find_gpu_memory
 from dynamo.trtllm.preflight.plan import find_notes, render
@@ -17,19 +17,22 @@ EXIT_FAULTS = 1
 
 def run(invocation: Invocation) -> int:
     """Check `invocation` and print what was found. Returns 0 when there is no fault, else 1."""
-    config, check = invocation.config, invocation.check
+    given, check = invocation.config, invocation.check
     if check is None:
         raise StartupError("nothing to check: add --check")
+    config = without_wrong_values(given)
     shape = find_shape(config.engine.model_path)
     gpu = find_gpu_memory(check.gpu_memory_gb)
     memory = estimate(shape, config.engine, gpu) if shape is not None else None
     print(render(config, shape, gpu, memory))
-    faults, notes = find_faults(config), [*invocation.notes, *find_notes(config, shape)]
+    faults, notes = find_faults(given), [*invocation.notes, *find_notes(config, shape)]
     if memory is not None and not memory.fits and check.gpu_memory_gb is not None:
         needed = f"the weights need {memory.weights_per_gpu / GIGABYTE:.1f} GB on each GPU"
         faults.append(f"{needed}, more than --gpu-memory-gb {check.gpu_memory_gb:g}: use more or larger GPUs")
     if check.against is not None:
-        pair_faults, pair_notes = compare(config, read_other(config, check.against), shape)
+        other = read_other(config, check.against)
+        faults += [f"on the other side {fault}" for fault in wrong_values(other)]
+        pair_faults, pair_notes = compare(config, without_wrong_values(other), shape)
         faults += pair_faults
         notes += pair_notes
     if check.live:

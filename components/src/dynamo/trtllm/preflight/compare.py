@@ -9,7 +9,9 @@ from typing import Any
 from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Role, WorkerConfig
 from dynamo.trtllm.preflight.faults import longest_prompt, release_to_check
 from dynamo.trtllm.preflight.shape import ModelShape
-from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, read_yaml
+from dynamo.trtllm.utils.kinds import drop_empty
+from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers
+from dynamo.trtllm.utils.yaml_files import read_yaml
 
 _MUST_AGREE = {
     "cache_transceiver_config.backend": (None, "both sides must speak the same transport"),
@@ -24,7 +26,8 @@ _MUST_AGREE = {
 def read_other(config: WorkerConfig, path: Path) -> WorkerConfig:
     """The other side of `config`: the same worker with the other role and the engine arguments of `path`."""
     role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
-    args, origins = merge_layers([Layer("default", DEFAULT_ENGINE_ARGS), Layer(f"file {path.name}", read_yaml(path))])
+    filled, _ = drop_empty(read_yaml(path))
+    args, origins = merge_layers([Layer("default", DEFAULT_ENGINE_ARGS), Layer(f"file {path.name}", filled)])
     args.pop("double", None)
     return replace(config, role=role, engine=replace(config.engine, role=role, args=args, origins=origins))
 

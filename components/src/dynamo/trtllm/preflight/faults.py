@@ -10,14 +10,16 @@ import difflib
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from dynamo.trtllm.config import EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, ModelFacts, Release, find_model_facts
 from dynamo.trtllm.preflight.shape import ModelShape, find_model_directory, find_shape
-from dynamo.trtllm.utils.layers import find_value
+from dynamo.trtllm.utils.kinds import find_wrong, show
+from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, origin_of, without
 from dynamo.trtllm.utils.settings import a_role
 
 TARGET_RELEASE = "1.3.0rc29"
@@ -32,8 +34,29 @@ Rule = Callable[[WorkerConfig, "ModelShape | None"], Iterator[str]]
 
 def find_faults(config: WorkerConfig) -> list[str]:
     """Everything that would keep the worker from serving as configured, each in one sentence that says what to change."""
-    shape = find_shape(config.engine.model_path)
-    return [sentence for rule in RULES for sentence in rule(config, shape)]
+    shape, usable = find_shape(config.engine.model_path), without_wrong_values(config)
+    return [*wrong_values(config), *(sentence for rule in RULES for sentence in rule(usable, shape))]
+
+
+def without_wrong_values(config: WorkerConfig) -> WorkerConfig:
+    """`config` with the default in the place of every engine argument of the wrong kind, so that the rest can be checked too."""
+    args: Mapping[str, Any] = config.engine.args
+    for dotted, _, _ in find_wrong(args):
+        default = find_value(DEFAULT_ENGINE_ARGS, dotted)
+        args = without(args, dotted)
+        if default is not None:
+            args, _ = merge_layers([Layer("", args), Layer("", nested(dotted, default))])
+    return replace(config, engine=replace(config.engine, args=args))
+
+
+def wrong_values(config: WorkerConfig) -> Iterator[str]:
+    """One sentence for each engine argument whose value is of the wrong kind or out of range."""
+    for dotted, value, wanted in find_wrong(config.engine.args):
+        yield f"{dotted} {show(value)} ({origin_of(config.engine.origins, dotted)}) must be {wanted}"
+    if config.engine.kind is EngineKind.DOUBLE:
+        from dynamo.trtllm.engines.double import find_script_faults
+
+        yield from find_script_faults(config.engine.double_script)
 
 
 def release_to_check() -> Release | None:
@@ -71,7 +94,7 @@ def longest_prompt(config: WorkerConfig, shape: ModelShape | None) -> tuple[int,
 
 def _said(config: WorkerConfig, dotted: str) -> str:
     """`name value (origin)` of an engine argument."""
-    return f"{dotted} {find_value(config.engine.args, dotted)} ({config.engine.origins.get(dotted, 'default')})"
+    return f"{dotted} {find_value(config.engine.args, dotted)} ({origin_of(config.engine.origins, dotted)})"
 
 
 def _parallel(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
@@ -220,7 +243,10 @@ def _nixl(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
 
 
 def _engine_arguments(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
-    release = release_to_check()
+    release, block = release_to_check(), "kv_cache_config.tokens_per_block"
+    size = find_value(config.engine.args, block)
+    if config.engine.kind is EngineKind.TENSORRT_LLM and size and (size == 1 or size & (size - 1)):
+        yield f"{_said(config, block)} must be a power of two above 1 for TensorRT-LLM, for instance 32"
     if config.engine.kind is EngineKind.DOUBLE or release is None:
         return
     for key, value in config.engine.args.items():
@@ -228,10 +254,7 @@ def _engine_arguments(config: WorkerConfig, shape: ModelShape | None) -> Iterato
             yield _unknown(config, release, key, key, release.llm_arguments)
             continue
         fields = release.nested.get(key)
-        if fields is None or value is None:
-            continue
-        if not isinstance(value, Mapping):
-            yield f"{_said(config, key)} must be a mapping"
+        if fields is None or not isinstance(value, Mapping):
             continue
         for name in value:
             if name not in fields:
@@ -239,16 +262,17 @@ def _engine_arguments(config: WorkerConfig, shape: ModelShape | None) -> Iterato
     for dotted, accepted in release.choices.items():
         value = find_value(config.engine.args, dotted)
         known = [str(choice).lower() for choice in accepted]
-        if isinstance(value, str) and value.lower() not in known:
+        if value is not None and str(value).lower() not in known:
             words = ", ".join(str(choice) for choice in accepted if choice is not None)
             yield f"{_said(config, dotted)} must be one of {words}"
 
 
 def _unknown(config: WorkerConfig, release: Release, dotted: str, name: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
-    origins = config.engine.origins
-    origin = origins.get(dotted) or next((who for said, who in origins.items() if said.startswith(dotted + ".")), "default")
+    origin = origin_of(config.engine.origins, dotted)
     advice = f"did you mean {near[0]}?" if near else "remove it"
+    if "." in name:
+        advice = f"a name with a dot is none in YAML, write {name.rpartition('.')[2]} below {name.rpartition('.')[0]}"
     return f"TensorRT-LLM {release.version} does not know the engine argument {dotted} ({origin}): {advice}"
 
 

@@ -6,7 +6,6 @@ runtime flags are not here; they come from Dynamo itself.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.trtllm.config import MEBIBYTE, EngineKind, Modality, Role
+from dynamo.trtllm.utils import kinds
+from dynamo.trtllm.utils.json_text import parse_json
 
 ENVIRONMENT_PREFIX = "DYN_TRTLLM_"
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
@@ -34,7 +35,7 @@ class Kind:
 
 def _count(text: str) -> int:
     value = int(text)
-    if value < 1:
+    if not kinds.COUNT.accepts(value):
         raise ValueError
     return value
 
@@ -47,8 +48,8 @@ def _above_zero(text: str) -> float:
 
 
 def _fraction(text: str) -> float:
-    value = _above_zero(text)
-    if value > 1:
+    value = float(text)
+    if not kinds.FRACTION.accepts(value):
         raise ValueError
     return value
 
@@ -78,7 +79,7 @@ def _directory(text: str) -> Path:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError
     return value
@@ -120,9 +121,9 @@ def _one_of(words: Sequence[str]) -> str:
 
 
 TEXT = Kind("a text", str)
-COUNT = Kind("a whole number of at least 1", _count, metavar="N")
+COUNT = Kind(kinds.COUNT.wanted, _count, metavar="N")
 SECONDS = Kind("a number of seconds above 0", _above_zero, metavar="SECONDS")
-FRACTION = Kind("a fraction above 0 and at most 1", _fraction, metavar="FRACTION")
+FRACTION = Kind(kinds.FRACTION.wanted, _fraction, metavar="FRACTION")
 MEBIBYTES = Kind(
     "a size in MB above 0", lambda text: int(_above_zero(text) * MEBIBYTE), metavar="MB", show=lambda size: f"{size / MEBIBYTE:g}"
 )
@@ -254,7 +255,7 @@ _ENGINE = (
     ),
     Flag(
         name="--dtype",
-        kind=_choice("auto", "float16", "bfloat16", "float32"),
+        kind=_choice(*kinds.DTYPES),
         engine_arg="dtype",
         help="Type of weights and activations.",
     ),

@@ -1,17 +1,16 @@
 """Engine arguments from several sources, merged key by key, with the source of each.
 
-Knows nested mappings and files, and nothing of flags, roles or which arguments an engine has.
+Knows nested mappings, and nothing of files, flags, roles or which arguments an engine has.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.utils.json_text import parse_json
 
 DOTTED_PREFIX = "--trtllm."
 
@@ -82,39 +81,28 @@ def find_value(args: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
+def leaves(args: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of everything that is not a filled mapping."""
+    for key, value in args.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
 
-    Raises `StartupError` when the file cannot be read, is no YAML, holds no mapping, or names a key twice.
-    """
-    import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Refuses a key that is named twice, where YAML's own loader would keep the last one silently."""
+def origin_of(origins: Mapping[str, str], dotted: str) -> str:
+    """Where the argument came from; for a mapping, where the first of what it holds did."""
+    inner = (origin for name, origin in origins.items() if name.startswith(dotted + "."))
+    return origins.get(dotted) or next(inner, "default")
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            names = [key.value for key, _ in node.value]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                line = node.start_mark.line + 1
-                raise StartupError(f"{path.name} names the key {twice} twice in the mapping at line {line}: keep one of them")
-            return super().construct_mapping(node, deep)
 
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except FileNotFoundError:
-        raise StartupError(f"the engine configuration {path} does not exist: give the path of a YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"the engine configuration {path} cannot be read: give the path of a YAML file") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark is not None else ""
-        raise StartupError(f"the engine configuration {path.name} is not YAML{where}: correct it") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise StartupError(f"the engine configuration {path.name} must hold a mapping of engine arguments")
-    return content
+def without(args: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    """`args` without the value at a dotted name of one or two parts."""
+    key, _, name = dotted.partition(".")
+    inner = args.get(key)
+    if name and isinstance(inner, Mapping):
+        return {**args, key: {each: value for each, value in inner.items() if each != name}}
+    return {each: value for each, value in args.items() if each != dotted}
 
 
 def split_dotted(arguments: Sequence[str]) -> tuple[list[str], list[Layer]]:
@@ -143,6 +131,6 @@ def _scalar(text: str) -> Any:
     if text.lower() in words:
         return words[text.lower()]
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text

@@ -36,7 +36,8 @@ from dynamo.trtllm.config import (
 )
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.utils.flags import ENDPOINT, FALSE_WORDS, FLAGS, JSON_OBJECT, NO_OPS, TRUE_WORDS
-from dynamo.trtllm.utils.layers import Layer, merge_layers, nested, read_yaml, split_dotted
+from dynamo.trtllm.utils.kinds import drop_empty, show
+from dynamo.trtllm.utils.layers import Layer, leaves, merge_layers, nested, origin_of, split_dotted
 from dynamo.trtllm.utils.settings import (
     Level,
     Said,
@@ -51,8 +52,11 @@ from dynamo.trtllm.utils.settings import (
     stronger,
     unknown_variables,
 )
+from dynamo.trtllm.utils.yaml_files import read_yaml
 
 Settings = Mapping[str, Setting]
+_DUMPED = 2000
+"""Characters of one engine argument that the start-up log and `--check` print at most."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> WorkerConfig:
@@ -79,7 +83,7 @@ def parse(argv: Sequence[str] | None = None) -> Invocation:
     said, notes = keep_useful(said, role, kind)
     settings = {name: convert(entry) for name, entry in said.items() if name not in NO_OPS}
     notes += [f"{said[name].name} is deprecated: {reason}" for name, reason in NO_OPS.items() if name in said]
-    config = _build(role, settings, runtime, dotted)
+    config = _build(role, settings, runtime, dotted, notes)
     return Invocation(config=config, check=_check_options(role, settings), notes=(*notes, *_notes(config, settings)))
 
 
@@ -132,8 +136,8 @@ def _first(said: Mapping[str, Said], name: str, default: Any) -> Any:
     return convert(said[name]).value if name in said else default
 
 
-def _build(role: Role, settings: Settings, runtime: Any, dotted: Sequence[Layer]) -> WorkerConfig:
-    """Fill the layers; the rules between flags are checked on the way, before any file is read."""
+def _build(role: Role, settings: Settings, runtime: Any, dotted: Sequence[Layer], notes: list[str]) -> WorkerConfig:
+    """Fill the layers; the rules between flags are checked on the way, before any file is read. Adds to `notes`."""
     layers: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, setting in settings.items():
         lands = FLAGS[name].lands
@@ -148,7 +152,7 @@ def _build(role: Role, settings: Settings, runtime: Any, dotted: Sequence[Layer]
     layers["engine"].update(_published(settings))
     layers["media"].update(_media(settings, runtime))
     model = ModelConfig(**layers["model"])
-    args, origins = _engine_args(settings, dotted)
+    args, origins = _engine_args(settings, dotted, notes)
     script = args.pop("double", {})
     kind = layers["engine"].get("kind", EngineConfig.kind)
     _check_engine_args(args, origins, script, kind)
@@ -227,8 +231,10 @@ def _media(settings: Settings, runtime: Any) -> dict[str, Any]:
     return fields
 
 
-def _engine_args(settings: Settings, dotted: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Engine arguments of all sources, merged, and where each came from."""
+def _engine_args(
+    settings: Settings, dotted: Sequence[Layer], notes: list[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Engine arguments of all sources, merged, and where each came from. Adds to `notes` what was given without a value."""
     layers = [Layer("default", DEFAULT_ENGINE_ARGS)]
     if "--extra-engine-args" in settings:
         path: Path = settings["--extra-engine-args"].value
@@ -245,12 +251,17 @@ def _engine_args(settings: Settings, dotted: Sequence[Layer]) -> tuple[dict[str,
         )
     if override is not None:
         layers.append(Layer("override", override.value))
-    return merge_layers([*layers, *dotted])
+    filled = []
+    for layer in (*layers, *dotted):
+        args, empty = drop_empty(layer.args)
+        notes += [f"{name} ({layer.origin}) is empty, so its default holds" for name in empty]
+        filled.append(Layer(layer.origin, args))
+    return merge_layers(filled)
 
 
 def _check_engine_args(args: Mapping[str, Any], origins: Mapping[str, str], script: Any, kind: EngineKind) -> None:
     if "model" in args:
-        raise StartupError(f"the engine argument model ({origins['model']}) is set by --model-path: remove it")
+        raise StartupError(f"the engine argument model ({origin_of(origins, 'model')}) is set by --model-path: remove it")
     if not isinstance(script, Mapping) or (script and kind is not EngineKind.DOUBLE):
         raise StartupError("the engine argument double is a mapping for --engine double: remove it, or choose that engine")
 
@@ -393,10 +404,5 @@ def write_config(config: WorkerConfig) -> None:
 
 def dump_engine_args(engine: EngineConfig) -> str:
     """The merged engine arguments, one `name = value  (origin)` line each, for the start-up log and for `--check`."""
-    lines = []
-    for dotted, origin in sorted(engine.origins.items()):
-        value: Any = engine.args
-        for key in dotted.split("."):
-            value = value[key]
-        lines.append(f"{dotted} = {json.dumps(value, default=str)}  ({origin})")
-    return "\n".join(lines)
+    found = sorted(leaves(engine.args))
+    return "\n".join(f"{dotted} = {show(value, _DUMPED)}  ({origin_of(engine.origins, dotted)})" for dotted, value in found)
