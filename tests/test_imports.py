@@ -26,7 +26,7 @@ NEED_TORCH = {
     *NEED_TRANSFORMERS,
     *(f"{NAME}.engines.transformers.{name}" for name in ("cache", "sampling", "sequence", "state")),
     *(f"{NAME}.demo.{name}" for name in ("batches", "evaluation", "forward", "train")),
-    *(f"{NAME}.transfer.{name}" for name in ("board", "layout")),
+    *(f"{NAME}.transfer.{name}" for name in ("board", "layout", "reader", "sender")),
 }
 PROGRAM = """
 import importlib, sys

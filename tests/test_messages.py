@@ -67,7 +67,7 @@ def broken(**changes: Any) -> dict[str, Any]:
         broken(schema_version=2),
         broken(schema_version="1"),
         broken(surprise=1),
-        broken(transfer={**through_json(DESCRIPTOR), "version": 2}),
+        broken(transfer={**through_json(DESCRIPTOR), "version": 1}),
         broken(transfer={**through_json(DESCRIPTOR), "surprise": 1}),
         broken(prompt_token_ids="no"),
         {key: value for key, value in broken().items() if key != "meta"},

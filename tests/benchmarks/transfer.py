@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time of handing one embedding tensor from one process to another, for sizes from 0.1 to 64 MB.
 
-Compares `NixlTransfer` with Dynamo's own `NixlRead` and `NixlWrite` pairs and with the floor: one READ into memory that
+Compares our transfer over NIXL with Dynamo's own `NixlRead` and `NixlWrite` pairs and with the floor: one READ into memory that
 was registered beforehand on both sides, metadata exchanged once, no progress thread. Each method runs in two fresh
 processes that talk over the same kind of pipe; a hand-over is: sender prepares, descriptor over the pipe, reader has the
 tensor, reader's word over the pipe. Before each one all methods rest alike. Rounds alternate between the methods, so that
@@ -24,12 +24,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from dynamo.trtllm.transfer.pooled import PooledTransfer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "components" / "src"))
 
@@ -75,12 +78,17 @@ def nbytes(rows: int) -> int:
     return rows * HIDDEN * 2
 
 
-async def ours_sender(channel: Channel, device: str, through_host: bool = False) -> Step:
-    from dynamo.trtllm.transfer.nixl import NixlTransfer
+async def started(through_host: bool) -> PooledTransfer:
+    from dynamo.trtllm.transfer.nixl import NixlTransport
+    from dynamo.trtllm.transfer.pooled import PooledTransfer
 
-    transfer = NixlTransfer(pool_bytes=POOL_BYTES, stage_cuda_on_host=through_host)
+    transfer = PooledTransfer(NixlTransport(), pool_bytes=POOL_BYTES, stage_cuda_on_host=through_host)
     await transfer.start()
-    channel.send(transfer.identity.model_dump_json())
+    return transfer
+
+
+async def ours_sender(channel: Channel, device: str, through_host: bool = False) -> Step:
+    transfer = await started(through_host)
 
     async def step(tensor: torch.Tensor) -> Awaitable[Any]:
         offer = await transfer.offer({"features": tensor}, 10.0)
@@ -91,12 +99,9 @@ async def ours_sender(channel: Channel, device: str, through_host: bool = False)
 
 
 async def ours_reader(channel: Channel, device: str, through_host: bool = False) -> None:
-    from dynamo.trtllm.transfer.descriptor import PeerIdentity, TransferDescriptor
-    from dynamo.trtllm.transfer.nixl import NixlTransfer
+    from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 
-    transfer = NixlTransfer(pool_bytes=POOL_BYTES, stage_cuda_on_host=through_host)
-    await transfer.start()
-    await transfer.warm(PeerIdentity.model_validate_json(await channel.receive()), 10.0)
+    transfer = await started(through_host)
     while (message := await channel.receive()) is not None:
         descriptor = TransferDescriptor.model_validate_json(message)
         async with await transfer.fetch(descriptor, 10.0, device=device if through_host else None) as received:

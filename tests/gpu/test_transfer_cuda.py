@@ -11,7 +11,8 @@ import pytest_asyncio
 import torch
 
 from dynamo.trtllm.errors import PeerFault
-from dynamo.trtllm.transfer.nixl import NixlTransfer
+from dynamo.trtllm.transfer.nixl import NixlTransport
+from dynamo.trtllm.transfer.pooled import PooledTransfer
 from dynamo.trtllm.transfer.port import OfferState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -26,10 +27,10 @@ def staged(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest_asyncio.fixture
-async def pair(staged: bool) -> AsyncIterator[tuple[NixlTransfer, NixlTransfer]]:
+async def pair(staged: bool) -> AsyncIterator[tuple[PooledTransfer, PooledTransfer]]:
     """Sender and reader."""
     async with AsyncExitStack() as stack:
-        ends = [NixlTransfer(pool_bytes=POOL_BYTES, stage_cuda_on_host=staged) for _ in range(2)]
+        ends = [PooledTransfer(NixlTransport(), pool_bytes=POOL_BYTES, stage_cuda_on_host=staged) for _ in range(2)]
         for end in ends:
             await end.start()
             stack.push_async_callback(end.close)
@@ -40,7 +41,7 @@ async def pair(staged: bool) -> AsyncIterator[tuple[NixlTransfer, NixlTransfer]]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 576, 16384])
 async def test_cuda_tensors_arrive_unchanged(
-    pair: tuple[NixlTransfer, NixlTransfer], staged: bool, dtype: torch.dtype, rows: int
+    pair: tuple[PooledTransfer, PooledTransfer], staged: bool, dtype: torch.dtype, rows: int
 ) -> None:
     sender, reader = pair
     tensor = torch.randn(rows, 4096, device="cuda").to(dtype)
@@ -56,10 +57,11 @@ async def test_cuda_tensors_arrive_unchanged(
 
 
 @pytest.mark.asyncio
-async def test_a_reused_device_segment_is_never_returned(pair: tuple[NixlTransfer, NixlTransfer]) -> None:
+async def test_a_reused_device_segment_is_never_returned(pair: tuple[PooledTransfer, PooledTransfer]) -> None:
     sender, reader = pair
     first = await sender.offer({"x": torch.ones(1 << 20, device="cuda")}, DEADLINE_S)
-    sender._acknowledged(first.descriptor.generation)
+    await reader.discard(first.descriptor)
+    await first.settled(DEADLINE_S)
     second = await sender.offer({"x": torch.zeros(1 << 20, device="cuda")}, DEADLINE_S)
     assert second.descriptor.address == first.descriptor.address
     with pytest.raises(PeerFault, match="expired"):
@@ -68,7 +70,7 @@ async def test_a_reused_device_segment_is_never_returned(pair: tuple[NixlTransfe
 
 
 @pytest.mark.asyncio
-async def test_many_device_hand_overs_at_once_leave_the_pools_empty(pair: tuple[NixlTransfer, NixlTransfer]) -> None:
+async def test_many_device_hand_overs_at_once_leave_the_pools_empty(pair: tuple[PooledTransfer, PooledTransfer]) -> None:
     sender, reader = pair
 
     async def hand_over(value: int) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from dynamo.llm import exceptions as dynamo
 
-from dynamo.trtllm.config import MediaConfig, PeerConfig, TransferConfig
+from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import EncodedImage
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, PeerFault, PeerTimeout, PeerUnavailable
@@ -22,7 +22,8 @@ from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.multimodal.remote import RemoteEncoder
 from dynamo.trtllm.peers import PeerClient
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
-from dynamo.trtllm.transfer.local import LocalTransfer
+from dynamo.trtllm.transfer.local import LocalTransport
+from dynamo.trtllm.transfer.pooled import PooledTransfer
 from fakes import Answer, FakeClient, FakeContext, cancelled, replies, served_by, until
 from media_parts import HIDDEN, IMAGE_TOKENS, ROOMY, GatedEngine, loader_over, parts, png_url, write_embeddings
 
@@ -36,10 +37,10 @@ class Cluster:
         self._stack = stack
         self.client = FakeClient({})
         self.engines: dict[int, GatedEngine] = {}
-        self.senders: dict[int, LocalTransfer] = {}
+        self.senders: dict[int, PooledTransfer] = {}
 
-    async def transfer(self) -> LocalTransfer:
-        transfer = LocalTransfer(pool_bytes=1 << 20)
+    async def transfer(self) -> PooledTransfer:
+        transfer = PooledTransfer(LocalTransport(), pool_bytes=1 << 20)
         await transfer.start()
         self._stack.push_async_callback(transfer.close)
         return transfer
@@ -48,7 +49,7 @@ class Cluster:
         engine = GatedEngine()
         loader = await loader_over(engine, **media)
         transfer = await self.transfer()
-        handler = EncodeHandler(engine, await engine.start(), loader, transfer, TransferConfig())
+        handler = EncodeHandler(engine, await engine.start(), loader, transfer)
         self.engines[instance], self.senders[instance] = engine, transfer
         self.client.answers[instance] = served_by(handler)
 
@@ -75,7 +76,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 def encoder_over(client: FakeClient, **options: Any) -> RemoteEncoder:
     """An encoder that never gets as far as reading."""
     config = PeerConfig(timeout_s=options.pop("timeout_s", LONG_S))
-    return RemoteEncoder(PeerClient(client, "encode"), LocalTransfer(), config, MediaConfig(**options), None)
+    return RemoteEncoder(PeerClient(client, "encode"), PooledTransfer(LocalTransport()), config, MediaConfig(**options), None)
 
 
 @pytest.mark.asyncio
@@ -325,7 +326,7 @@ async def test_an_offer_that_is_gone_costs_a_retry_on_the_next_instance(cluster:
     assert cluster.client.calls == [first, second]
 
 
-def forgetful(answer: Answer, sender: LocalTransfer) -> Answer:
+def forgetful(answer: Answer, sender: PooledTransfer) -> Answer:
     """An instance whose process ends right after its reply."""
 
     async def wrapped(request: Mapping[str, Any], context: FakeContext | None) -> AsyncGenerator[Any, None]:

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from dynamo.trtllm.config import TransferConfig
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.errors import EngineDead, EngineFault, LimitFault, Overloaded, PartFault, PeerFault
 from dynamo.trtllm.messages import EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
-from dynamo.trtllm.transfer.local import LocalTransfer
+from dynamo.trtllm.transfer.pooled import PooledTransfer
 from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, until
 from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
 from request_handlers.topology import start_transfer
@@ -26,7 +25,7 @@ from request_handlers.topology import start_transfer
 @dataclass
 class Worker:
     engine: GatedEngine
-    transfer: LocalTransfer
+    transfer: PooledTransfer
     handler: EncodeHandler
 
     async def reply(self, raw: dict[str, Any]) -> EncodeReply:
@@ -44,7 +43,7 @@ async def start(stack: AsyncExitStack, transfer: dict[str, Any] | None = None, *
     engine = GatedEngine()
     info = await engine.start()
     ours = await start_transfer(stack, **(transfer or {}))
-    return Worker(engine, ours, EncodeHandler(engine, info, await loader_over(engine, **media), ours, TransferConfig()))
+    return Worker(engine, ours, EncodeHandler(engine, info, await loader_over(engine, **media), ours))
 
 
 def asking(*urls: str, text_tokens: int = 1, context_length: int = 1000, first: int = 1) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.request_handlers.handlers import create_handler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
 from dynamo.trtllm.response import Output, to_chunk
-from dynamo.trtllm.transfer.local import LocalTransfer
+from dynamo.trtllm.transfer.port import Transfer
+from dynamo.trtllm.transfer.registry import create_transfer
 from fakes import FakeClient, answered, collect, raw_request
 from media_parts import PLACEHOLDER, GatedEngine, png_url
 
@@ -51,16 +52,15 @@ class Runtime:
 
 
 @pytest.fixture
-def transfers(monkeypatch: pytest.MonkeyPatch) -> list[LocalTransfer]:
-    """The transfers that the factory starts, in this process instead of over NIXL."""
-    made: list[LocalTransfer] = []
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Transfer]:
+    """The transfers that the factory makes, in this process instead of over NIXL."""
+    made: list[Transfer] = []
 
-    async def start(config: TransferConfig) -> LocalTransfer:
-        made.append(LocalTransfer(pool_bytes=1 << 16, time_to_live_s=config.time_to_live_s))
-        await made[-1].start()
+    def create(config: TransferConfig) -> Transfer:
+        made.append(create_transfer(replace(config, backend="local", pool_bytes=1 << 16)))
         return made[-1]
 
-    monkeypatch.setattr(handlers, "_start_transfer", start)
+    monkeypatch.setattr(handlers, "create_transfer", create)
     return made
 
 
@@ -93,7 +93,7 @@ def source(handler: Any) -> object:
     ],
 )
 async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
-    transfers: list[LocalTransfer], role: Role, peers: dict[str, Any], kind: type[HandlerBase], started: int, asked: list[str]
+    transfers: list[Transfer], role: Role, peers: dict[str, Any], kind: type[HandlerBase], started: int, asked: list[str]
 ) -> None:
     runtime = Runtime()
     handler = await create(role, runtime, **peers)
@@ -103,38 +103,19 @@ async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
         assert type(source(handler)) is (RemoteEncoder if peers else MediaLoader)
     await handler.drained()
     await handler.close()
-    assert all(transfer._housekeeper is None for transfer in transfers)
-
-
-@pytest.mark.asyncio
-async def test_the_transfer_gets_all_that_was_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    class Recorded(LocalTransfer):
-        def __init__(self, **options: Any) -> None:
-            asked.append(options)
-            super().__init__(**options)
-
-    monkeypatch.setattr("dynamo.trtllm.transfer.nixl.NixlTransfer", Recorded)
-    for through_host in (True, False):
-        transfer = await handlers._start_transfer(
-            TransferConfig(pool_bytes=1 << 16, time_to_live_s=3.0, through_host=through_host)
-        )
-        await transfer.close()
-    common = {"pool_bytes": 1 << 16, "time_to_live_s": 3.0}
-    assert asked == [{**common, "stage_cuda_on_host": True}, {**common, "stage_cuda_on_host": False}]
+    assert all(transfer.stats().pool_bytes == 0 for transfer in transfers)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fallback", [True, False])
-async def test_the_fallback_is_built_only_where_it_was_asked_for(transfers: list[LocalTransfer], fallback: bool) -> None:
+async def test_the_fallback_is_built_only_where_it_was_asked_for(transfers: list[Transfer], fallback: bool) -> None:
     handler = await create(Role.PREFILL, encode_endpoint=ENCODE, encode_fallback=fallback)
     assert (source(handler)._fallback is not None) == fallback  # type: ignore[attr-defined]
     await handler.close()
 
 
 @pytest.mark.asyncio
-async def test_a_model_that_is_not_encoded_apart_loads_its_media_where_the_prompt_is(transfers: list[LocalTransfer]) -> None:
+async def test_a_model_that_is_not_encoded_apart_loads_its_media_where_the_prompt_is(transfers: list[Transfer]) -> None:
     runtime = Runtime()
     handler = await create(Role.PREFILL, runtime, extras={"images_encoded_apart": False}, encode_endpoint=ENCODE)
     assert type(source(handler)) is MediaLoader
@@ -143,7 +124,7 @@ async def test_a_model_that_is_not_encoded_apart_loads_its_media_where_the_promp
 
 
 @pytest.mark.asyncio
-async def test_an_encode_worker_without_an_encoder_does_not_start_nor_its_transfer(transfers: list[LocalTransfer]) -> None:
+async def test_an_encode_worker_without_an_encoder_does_not_start_nor_its_transfer(transfers: list[Transfer]) -> None:
     engine = GatedEngine()
     info = replace(await engine.start(), encodes_apart=False)
     with pytest.raises(StartupError, match="this model has no separate encoder"):
@@ -161,13 +142,11 @@ async def test_an_encode_worker_without_an_encoder_does_not_start_nor_its_transf
     ],
     ids=["decode", "prefill", "aggregated"],
 )
-async def test_a_transfer_is_closed_when_its_handler_cannot_be_built(
-    transfers: list[LocalTransfer], build: Callable[[], Any]
-) -> None:
+async def test_a_transfer_is_closed_when_its_handler_cannot_be_built(transfers: list[Transfer], build: Callable[[], Any]) -> None:
     with pytest.raises(StartupError, match="no such endpoint"):
         await build()
     (transfer,) = transfers
-    assert transfer._housekeeper is None
+    assert transfer.stats().pool_bytes == 0
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import EngineRequest, Step
@@ -503,9 +504,10 @@ async def test_prefill_is_drained_when_its_offers_are_taken(both: Pair) -> None:
 async def test_handlers_show_their_transfers_and_close_them(stack: AsyncExitStack, both: Pair) -> None:
     assert both.decode.stats()["transfer_pool_bytes"] == POOL_BYTES
     assert both.prefill.handler.stats()["transfer_open_offers"] == 0
+    offer = await both.prefill.transfer.offer({"kv": torch.zeros(8)})
     await both.decode.drained()
     await both.decode.close()
     await both.prefill.handler.close()
     probe = await start_transfer(stack)
     with pytest.raises(PeerUnavailable):
-        await probe.warm(both.prefill.transfer.identity, 1.0)
+        await probe.fetch(offer.descriptor)

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.trtllm.config import EngineConfig, EngineKind, TransferConfig
+from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled, Step, Tokens
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
@@ -19,9 +19,10 @@ from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
 from dynamo.trtllm.response import Chunk
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
-from dynamo.trtllm.transfer.local import LocalTransfer
-from dynamo.trtllm.transfer.pool import round_up
+from dynamo.trtllm.transfer.local import LocalTransport
+from dynamo.trtllm.transfer.pooled import PooledTransfer
 from dynamo.trtllm.transfer.port import Received
+from dynamo.trtllm.transfer.transport import Transport
 from fakes import FakeClient, FakeContext, answered, collect, served_by
 from media_parts import IMAGE_TOKENS, PLACEHOLDER, loader_over
 
@@ -78,16 +79,16 @@ class RecordingEngine(DoubleEngine):
         self.released += 1
 
 
-class GatedTransfer(LocalTransfer):
+class GatedTransfer(PooledTransfer):
     """Its reads wait for `gate` when there is one; `reading` says that one has begun."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, transport: Transport, **options: Any) -> None:
+        super().__init__(transport, **options)
         self.gate: asyncio.Event | None = None
         self.reading = asyncio.Event()
         self.fail: Exception | None = None
 
-    async def fetch(self, descriptor: TransferDescriptor, deadline_s: float, **options: Any) -> Received:
+    async def fetch(self, descriptor: TransferDescriptor, deadline_s: float | None = None, **options: Any) -> Received:
         self.reading.set()
         if self.gate is not None:
             await self.gate.wait()
@@ -99,7 +100,7 @@ class GatedTransfer(LocalTransfer):
 @dataclass
 class PrefillWorker:
     engine: RecordingEngine
-    transfer: LocalTransfer
+    transfer: PooledTransfer
     handler: PrefillHandler
 
 
@@ -151,13 +152,14 @@ class Pair:
         return worker
 
 
-def _quarantined_bytes(transfer: LocalTransfer) -> int:
+def _quarantined_bytes(transfer: PooledTransfer) -> int:
     """Bytes of offers that were withdrawn: they stay aside for a while, since a reader may still be at them."""
-    return sum(round_up(held.segment.nbytes) for held in transfer._quarantine.values())
+    stats = transfer.stats()
+    return stats.pool_used_bytes if stats.quarantined_segments and not stats.open_offers else 0
 
 
-async def start_transfer(stack: AsyncExitStack, kind: type[LocalTransfer] = LocalTransfer, **options: Any) -> Any:
-    transfer = kind(**{"pool_bytes": POOL_BYTES, **options})
+async def start_transfer(stack: AsyncExitStack, kind: type[PooledTransfer] = PooledTransfer, **options: Any) -> Any:
+    transfer = kind(LocalTransport(), **{"pool_bytes": POOL_BYTES, **options})
     await transfer.start()
     stack.push_async_callback(transfer.close)
     return transfer
@@ -170,7 +172,7 @@ async def prefill_worker(
     info = await engine.start()
     transfer = await start_transfer(stack, **(transfer_options or {}))
     processor = MultimodalProcessor(info, await loader_over(engine))
-    return PrefillWorker(engine, transfer, PrefillHandler(engine, info, processor, transfer, TransferConfig()))
+    return PrefillWorker(engine, transfer, PrefillHandler(engine, info, processor, transfer))
 
 
 async def pair(stack: AsyncExitStack, **script: Any) -> Pair:
@@ -178,7 +180,7 @@ async def pair(stack: AsyncExitStack, **script: Any) -> Pair:
     engine, client = RecordingEngine(**script), FakeClient({})
     info = await engine.start()
     transfer = await start_transfer(stack, GatedTransfer)
-    decode = DecodeHandler(engine, info, transfer, TransferConfig(), PrefillPeers(PeerClient(client, "prefill"), 60.0))
+    decode = DecodeHandler(engine, info, transfer, PrefillPeers(PeerClient(client, "prefill"), 60.0))
     return Pair(worker, engine, transfer, decode, client, [worker])
 
 

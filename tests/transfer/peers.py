@@ -14,7 +14,9 @@ import torch
 
 from dynamo.trtllm.errors import WorkerError
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
-from dynamo.trtllm.transfer.nixl import NixlTransfer
+from dynamo.trtllm.transfer.nixl import NixlTransport
+from dynamo.trtllm.transfer.pooled import PooledTransfer
+from dynamo.trtllm.transfer.port import Offer, OfferState
 
 ANSWER_TIMEOUT_S = 120.0
 
@@ -33,8 +35,15 @@ class FakeClock:
         return self.now
 
 
+def over_nixl(**options: Any) -> PooledTransfer:
+    return PooledTransfer(NixlTransport(), **options)
+
+
 class PeerProcess:
-    """A process of its own with one `NixlTransfer`. `ask` sends a command and returns the answer; leaving the block ends it."""
+    """A process of its own with one transfer over NIXL. `ask` sends a command and returns the answer.
+
+    Leaving the block ends the process.
+    """
 
     def __init__(self, **options: Any) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
@@ -71,22 +80,33 @@ class PeerProcess:
 class _Commands:
     """The commands that a peer process understands."""
 
-    def __init__(self, transfer: NixlTransfer) -> None:
+    def __init__(self, transfer: PooledTransfer) -> None:
         self._transfer = transfer
+        self._offers: dict[int, Offer] = {}
+        self._reader: PooledTransfer | None = None
 
     async def offer(self, value: int, nbytes: int) -> str:
         offer = await self._transfer.offer({"x": torch.full((nbytes,), value, dtype=torch.uint8)}, 30.0)
+        self._offers[offer.descriptor.generation] = offer
         return offer.descriptor.model_dump_json()
 
     async def reuse(self, generation: int, value: int, nbytes: int) -> None:
-        """Break the contract on purpose: use the segment of an offer again at once."""
-        self._transfer._acknowledged(generation)
+        """Use the segment of an offer again at once, as if a reader had said that it is done with it."""
+        await self._acknowledge(self._offers[generation])
         await self.offer(value, nbytes)
 
     async def forget_all(self) -> None:
         """Free all open offers at once."""
-        for generation in list(self._transfer._open):
-            self._transfer._acknowledged(generation)
+        for offer in self._offers.values():
+            if offer.state is OfferState.OPEN:
+                await self._acknowledge(offer)
+
+    async def _acknowledge(self, offer: Offer) -> None:
+        if self._reader is None:
+            self._reader = over_nixl(pool_bytes=1 << 20)
+            await self._reader.start()
+        await self._reader.discard(offer.descriptor)
+        await offer.settled(30.0)
 
     async def fetch(self, descriptor: str) -> str | tuple[int, int]:
         """Smallest and largest byte that arrived, or the name of the error."""
@@ -119,7 +139,7 @@ def _main(pipe: Connection, options: dict[str, Any]) -> None:
 
 
 async def _serve(pipe: Connection, options: dict[str, Any]) -> None:
-    transfer = NixlTransfer(**options)
+    transfer = over_nixl(**options)
     await transfer.start()
     commands = _Commands(transfer)
     loop = asyncio.get_running_loop()

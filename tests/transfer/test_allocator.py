@@ -1,15 +1,17 @@
-"""The allocator: no overlap, no leak, no lost bytes, whatever the order of requests."""
+"""The allocator: no overlap, no leak, no lost bytes, whatever the order of requests; and waiting for room in it."""
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamo.trtllm.errors import Overloaded
 from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES
-from dynamo.trtllm.transfer.pool import Allocator, round_up
+from dynamo.trtllm.transfer.pool import Allocator, Room, Slots, round_up
 
 UNIT = ALIGNMENT_BYTES
 
@@ -94,3 +96,31 @@ def test_the_peak_is_remembered() -> None:
     allocator.free(first)
     allocator.free(second)
     assert (allocator.used, allocator.peak) == (0, 3 * UNIT)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("places", [Room(Allocator(UNIT)), Slots(1)], ids=["room", "slots"])
+async def test_a_grant_that_meets_a_cancellation_goes_to_the_next_who_waits(places: Room | Slots) -> None:
+    async def take() -> int:
+        return await (places.take(1.0) if isinstance(places, Slots) else places.take(UNIT, 1.0))
+
+    first = await take()
+    cancelled, patient = asyncio.create_task(take()), asyncio.create_task(take())
+    await asyncio.sleep(0)
+    assert places.waiting == 2
+    places.give_back(first)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert await patient == first
+    assert places.waiting == 0
+
+
+@pytest.mark.asyncio
+async def test_slots_are_waited_for_until_the_deadline_and_given_out_in_order() -> None:
+    slots = Slots(2)
+    assert [await slots.take(1.0), slots.take_now(), slots.take_now()] == [0, 1, None]
+    with pytest.raises(Overloaded):
+        await slots.take(0.01)
+    slots.give_back(1)
+    assert await slots.take(1.0) == 1

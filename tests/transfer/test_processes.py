@@ -12,9 +12,9 @@ import torch
 
 from dynamo.trtllm.errors import PeerFault, PeerUnavailable, StartupError
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
-from dynamo.trtllm.transfer.nixl import NixlTransfer
+from dynamo.trtllm.transfer.pooled import PooledTransfer
 from dynamo.trtllm.transfer.port import OfferState
-from transfer.peers import FakeClock, PeerProcess, resources
+from transfer.peers import FakeClock, PeerProcess, over_nixl, resources
 
 MEBIBYTE = 1 << 20
 POOL_BYTES = 64 * MEBIBYTE
@@ -28,15 +28,15 @@ def clock() -> FakeClock:
 
 
 @pytest_asyncio.fixture
-async def transfer(clock: FakeClock) -> AsyncIterator[NixlTransfer]:
+async def transfer(clock: FakeClock) -> AsyncIterator[PooledTransfer]:
     """This process's end."""
-    transfer = NixlTransfer(pool_bytes=POOL_BYTES, time_to_live_s=TIME_TO_LIVE_S, clock=clock)
+    transfer = over_nixl(pool_bytes=POOL_BYTES, time_to_live_s=TIME_TO_LIVE_S, clock=clock)
     await transfer.start()
     yield transfer
     await transfer.close()
 
 
-async def value_of(transfer: NixlTransfer, descriptor: TransferDescriptor) -> int:
+async def value_of(transfer: PooledTransfer, descriptor: TransferDescriptor) -> int:
     """The one value of all bytes that arrive."""
     async with await transfer.fetch(descriptor, DEADLINE_S) as received:
         low, high = int(received.tensors["x"].min()), int(received.tensors["x"].max())
@@ -45,7 +45,7 @@ async def value_of(transfer: NixlTransfer, descriptor: TransferDescriptor) -> in
 
 
 @pytest.mark.asyncio
-async def test_two_processes_hand_over_both_ways(transfer: NixlTransfer) -> None:
+async def test_two_processes_hand_over_both_ways(transfer: PooledTransfer) -> None:
     with PeerProcess(pool_bytes=POOL_BYTES) as peer:
         assert await value_of(transfer, await peer.offer(3, 5 * MEBIBYTE)) == 3
         offer = await transfer.offer({"x": torch.full((5 * MEBIBYTE,), 4, dtype=torch.uint8)}, DEADLINE_S)
@@ -55,7 +55,7 @@ async def test_two_processes_hand_over_both_ways(transfer: NixlTransfer) -> None
 
 
 @pytest.mark.asyncio
-async def test_a_sender_that_reuses_memory_too_early_is_found_out(transfer: NixlTransfer) -> None:
+async def test_a_sender_that_reuses_memory_too_early_is_found_out(transfer: PooledTransfer) -> None:
     """The race behind the generation words: what arrives is whole, or nothing does."""
     nbytes = 32 * MEBIBYTE
     outcomes = []
@@ -73,7 +73,7 @@ async def test_a_sender_that_reuses_memory_too_early_is_found_out(transfer: Nixl
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("known", [False, True], ids=["before the first contact", "after a hand-over"])
-async def test_a_sender_killed_before_the_read_is_unavailable(transfer: NixlTransfer, known: bool) -> None:
+async def test_a_sender_killed_before_the_read_is_unavailable(transfer: PooledTransfer, known: bool) -> None:
     with PeerProcess(pool_bytes=POOL_BYTES) as peer:
         if known:
             assert await value_of(transfer, await peer.offer(1, MEBIBYTE)) == 1
@@ -85,7 +85,7 @@ async def test_a_sender_killed_before_the_read_is_unavailable(transfer: NixlTran
 
 
 @pytest.mark.asyncio
-async def test_a_sender_killed_during_reads_costs_no_memory_and_no_hang(transfer: NixlTransfer) -> None:
+async def test_a_sender_killed_during_reads_costs_no_memory_and_no_hang(transfer: PooledTransfer) -> None:
     with PeerProcess(pool_bytes=POOL_BYTES) as peer:
         offered = [await peer.offer(value, 4 * MEBIBYTE) for value in range(12)]
         fetches = [asyncio.create_task(value_of(transfer, descriptor)) for descriptor in offered]
@@ -99,7 +99,7 @@ async def test_a_sender_killed_during_reads_costs_no_memory_and_no_hang(transfer
 
 @pytest.mark.asyncio
 async def test_a_reader_killed_before_it_acknowledges_costs_memory_for_its_time_only(
-    transfer: NixlTransfer, clock: FakeClock
+    transfer: PooledTransfer, clock: FakeClock
 ) -> None:
     with PeerProcess(pool_bytes=POOL_BYTES) as peer:
         first = await transfer.offer({"x": torch.ones(MEBIBYTE, dtype=torch.uint8)}, DEADLINE_S)
@@ -115,7 +115,7 @@ async def test_a_reader_killed_before_it_acknowledges_costs_memory_for_its_time_
 
 
 @pytest.mark.asyncio
-async def test_a_peer_that_restarts_under_its_name_works_at_once(transfer: NixlTransfer) -> None:
+async def test_a_peer_that_restarts_under_its_name_works_at_once(transfer: PooledTransfer) -> None:
     for value in (1, 2, 3):
         with PeerProcess(pool_bytes=POOL_BYTES, name="encode-0") as peer:
             assert await value_of(transfer, await peer.offer(value, MEBIBYTE)) == value
@@ -124,7 +124,7 @@ async def test_a_peer_that_restarts_under_its_name_works_at_once(transfer: NixlT
 
 
 @pytest.mark.asyncio
-async def test_a_thousand_hand_overs_leave_memory_and_descriptors_where_they_were(transfer: NixlTransfer) -> None:
+async def test_a_thousand_hand_overs_leave_memory_and_descriptors_where_they_were(transfer: PooledTransfer) -> None:
     with PeerProcess(pool_bytes=POOL_BYTES) as peer:
 
         async def hand_over(count: int) -> None:
@@ -144,11 +144,11 @@ async def test_a_thousand_hand_overs_leave_memory_and_descriptors_where_they_wer
 
 
 @pytest.mark.asyncio
-async def test_starting_and_closing_leaves_no_descriptors_and_no_threads(transfer: NixlTransfer) -> None:
+async def test_starting_and_closing_leaves_no_descriptors_and_no_threads(transfer: PooledTransfer) -> None:
     import threading
 
     async def once() -> None:
-        short = NixlTransfer(pool_bytes=MEBIBYTE)
+        short = over_nixl(pool_bytes=MEBIBYTE)
         await short.start()
         await short.close()
 
@@ -163,14 +163,14 @@ async def test_starting_and_closing_leaves_no_descriptors_and_no_threads(transfe
 async def test_without_nixl_the_start_fails_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    transfer = NixlTransfer(pool_bytes=MEBIBYTE)
+    transfer = over_nixl(pool_bytes=MEBIBYTE)
     with pytest.raises(StartupError, match="NIXL is not installed"):
         await transfer.start()
     await transfer.close()
 
 
 @pytest.mark.asyncio
-async def test_without_ucx_the_start_fails_in_one_sentence(transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_ucx_the_start_fails_in_one_sentence(transfer: PooledTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
     from nixl import _api
 
     class NoBackends:
@@ -178,4 +178,4 @@ async def test_without_ucx_the_start_fails_in_one_sentence(transfer: NixlTransfe
 
     monkeypatch.setattr(_api, "nixl_agent", lambda *_: NoBackends())
     with pytest.raises(StartupError, match="no UCX backend"):
-        await NixlTransfer(pool_bytes=MEBIBYTE).start()
+        await over_nixl(pool_bytes=MEBIBYTE).start()

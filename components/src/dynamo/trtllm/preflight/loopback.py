@@ -48,9 +48,11 @@ def find_transports(log: str) -> str:
 async def _hand_over() -> float:
     import torch
 
-    from dynamo.trtllm.transfer.nixl import NixlTransfer
+    from dynamo.trtllm.config import TransferConfig
+    from dynamo.trtllm.transfer.registry import create_transfer
 
-    sender, reader = (NixlTransfer(pool_bytes=4 * TENSOR_BYTES, time_to_live_s=DEADLINE_S) for _ in range(2))
+    config = TransferConfig(pool_bytes=4 * TENSOR_BYTES, time_to_live_s=DEADLINE_S)
+    sender, reader = create_transfer(config), create_transfer(config)
     tensors = {"payload": torch.ones(TENSOR_BYTES, dtype=torch.uint8)}
     best = 0.0
     try:

@@ -9,7 +9,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from dynamo.trtllm.config import TransferConfig
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step, Tokens
 from dynamo.trtllm.errors import PeerFault
@@ -28,12 +27,9 @@ class DecodeHandler(HandlerBase):
     Prefill is pure, so a request whose prefill worker died before the KV cache was read is prefilled once more by another one.
     """
 
-    def __init__(
-        self, engine: Engine, info: EngineInfo, transfer: Transfer, config: TransferConfig, prefill: PrefillPeers
-    ) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, transfer: Transfer, prefill: PrefillPeers) -> None:
         super().__init__(engine, info)
         self._transfer = transfer
-        self._config = config
         self._prefill = prefill
         self._prefilled_again = 0
 
@@ -112,7 +108,7 @@ class DecodeHandler(HandlerBase):
     async def _read(self, handoff: Handoff) -> EngineState:
         if handoff.transfer is None:
             return EngineState(handoff.meta)
-        received = await self._transfer.fetch(handoff.transfer, self._config.time_to_live_s / 2)
+        received = await self._transfer.fetch(handoff.transfer)
         return EngineState(handoff.meta, received.tensors, received.release)
 
     async def _prefill_again(self, raw: Mapping[str, Any], request: Request, context: Context, lost: Handoff | None) -> Handoff:

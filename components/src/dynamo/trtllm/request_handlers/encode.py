@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from dynamo.trtllm.config import TransferConfig
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import EncodedImage, Engine, EngineInfo
 from dynamo.trtllm.errors import EngineFault
@@ -20,11 +19,10 @@ from dynamo.trtllm.transfer.port import Offer, Transfer
 class EncodeHandler(HandlerBase):
     """Called by prefill and aggregated workers, never by the frontend. Replies once."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, loader: MediaLoader, transfer: Transfer, config: TransferConfig) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, loader: MediaLoader, transfer: Transfer) -> None:
         super().__init__(engine, info)
         self._loader = loader
         self._transfer = transfer
-        self._config = config
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         return self._reply(raw)
@@ -46,14 +44,14 @@ class EncodeHandler(HandlerBase):
         """Offer the tensors of `item`, adding the offer to `offers`, and describe it."""
         if not isinstance(item, EncodedImage):
             raise EngineFault("the encode worker's engine does not encode apart")
-        offers.append(await self._transfer.offer(item.tensors, self._config.time_to_live_s / 2))
+        offers.append(await self._transfer.offer(item.tensors))
         return EncodedItem(digest=item.digest, token_ids=item.token_ids, extras=item.extras, transfer=offers[-1].descriptor)
 
     def stats(self) -> Mapping[str, float]:
         return {**self._loader.stats(), **transfer_stats(self._transfer)}
 
     async def drained(self) -> None:
-        await self._transfer.drain(self._config.time_to_live_s)
+        await self._transfer.drain()
 
     async def close(self) -> None:
         await self._loader.close()

@@ -18,6 +18,7 @@ from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
 from dynamo.trtllm.transfer.port import Transfer
+from dynamo.trtllm.transfer.registry import create_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,12 @@ async def _handler_over(transfer: Transfer, config: WorkerConfig, engine: Engine
         return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, transfer), transfer)
     if config.role is Role.PREFILL:
         processor = await _processor(config, engine, info, runtime, transfer)
-        return PrefillHandler(engine, info, processor, transfer, config.transfer)
+        return PrefillHandler(engine, info, processor, transfer)
     if config.role is Role.DECODE:
         client = await peers.connect(runtime, config.peers.prefill_endpoint, "prefill")
         prefill = peers.PrefillPeers(client, config.peers.timeout_s)
-        return DecodeHandler(engine, info, transfer, config.transfer, prefill)
-    return EncodeHandler(engine, info, _loader(config, engine, info), transfer, config.transfer)
+        return DecodeHandler(engine, info, transfer, prefill)
+    return EncodeHandler(engine, info, _loader(config, engine, info), transfer)
 
 
 async def _processor(
@@ -70,10 +71,6 @@ def _loader(config: WorkerConfig, engine: Engine, info: EngineInfo) -> MediaLoad
 
 
 async def _start_transfer(config: TransferConfig) -> Transfer:
-    from dynamo.trtllm.transfer.nixl import NixlTransfer
-
-    transfer = NixlTransfer(
-        pool_bytes=config.pool_bytes, time_to_live_s=config.time_to_live_s, stage_cuda_on_host=config.through_host
-    )
+    transfer = create_transfer(config)
     await transfer.start()
     return transfer

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo.trtllm.config import TransferConfig
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled, Step, Tokens
 from dynamo.trtllm.messages import Handoff
@@ -21,13 +20,10 @@ from dynamo.trtllm.transfer.port import Offer, Transfer
 class PrefillHandler(HandlerBase):
     """Offers each request's KV cache to whoever decodes it; it is freed on acknowledgement or after its time to live."""
 
-    def __init__(
-        self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer, config: TransferConfig
-    ) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer) -> None:
         super().__init__(engine, info)
         self._processor = processor
         self._transfer = transfer
-        self._config = config
 
     async def respond(
         self, raw: Mapping[str, Any], context: Context
@@ -52,7 +48,7 @@ class PrefillHandler(HandlerBase):
             return
         try:
             if state.tensors:
-                offers.append(await self._transfer.offer(state.tensors, self._config.time_to_live_s / 2))
+                offers.append(await self._transfer.offer(state.tensors))
         finally:
             state.release()
 
@@ -61,7 +57,7 @@ class PrefillHandler(HandlerBase):
 
     async def drained(self) -> None:
         """Hand-overs in flight end by acknowledgement or by their time to live."""
-        await self._transfer.drain(self._config.time_to_live_s)
+        await self._transfer.drain()
 
     async def close(self) -> None:
         await self._processor.close()

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES, HEADER_BYTES, WORD_BYTES
-from dynamo.trtllm.transfer.pool import Allocator, Room
+from dynamo.trtllm.transfer.descriptor import WORD_BYTES
+from dynamo.trtllm.transfer.pool import Slots
 
 INBOX_WORDS = 4096
 """Offers that may be open or set aside at once; more wait."""
@@ -22,35 +22,36 @@ OUTBOX_WORDS = 1024
 
 
 class Board:
-    """`HEADER_BYTES` of zeros for warming connections, then the inbox, then the outbox. `arrived` may be called from
-    any thread.
+    """The inbox, then the outbox. `arrived` may be called from any thread.
+
+    `registration` is set by whoever registers `memory` with a transport.
     """
 
     def __init__(self) -> None:
-        self.memory = torch.zeros(HEADER_BYTES + (INBOX_WORDS + OUTBOX_WORDS) * WORD_BYTES, dtype=torch.uint8)
+        self.memory = torch.zeros((INBOX_WORDS + OUTBOX_WORDS) * WORD_BYTES, dtype=torch.uint8)
         self.registration: Any = None
-        self.base = self.memory.data_ptr()
-        words = self.memory[HEADER_BYTES:].view(torch.int64).numpy()
+        self._base = self.memory.data_ptr()
+        words = self.memory.view(torch.int64).numpy()
         self._inbox, self._outbox = words[:INBOX_WORDS], words[INBOX_WORDS:]
-        self._inbox_room = Room(Allocator(INBOX_WORDS * ALIGNMENT_BYTES))
-        self._outbox_room = Allocator(OUTBOX_WORDS * ALIGNMENT_BYTES)
+        self._inbox_slots = Slots(INBOX_WORDS)
+        self._outbox_slots = Slots(OUTBOX_WORDS)
 
     @property
     def waiting(self) -> int:
         """Offers that wait for a word."""
-        return self._inbox_room.waiting
+        return self._inbox_slots.waiting
 
     async def take(self, timeout_s: float) -> int:
         """Index of a free word of the inbox. Raises `Overloaded` when there is none within `timeout_s`."""
-        return await self._inbox_room.take(1, timeout_s) // ALIGNMENT_BYTES
+        return await self._inbox_slots.take(timeout_s)
 
     def give_back(self, index: int) -> None:
         """The word's offer is gone."""
-        self._inbox_room.give_back(index * ALIGNMENT_BYTES)
+        self._inbox_slots.give_back(index)
 
     def address_of(self, index: int) -> int:
         """Where the reader of this word's offer writes."""
-        return self.base + HEADER_BYTES + index * WORD_BYTES
+        return self._base + index * WORD_BYTES
 
     def arrived(self) -> list[int]:
         """Generations that readers have written since the last call."""
@@ -64,11 +65,9 @@ class Board:
 
     def post(self, generation: int) -> int | None:
         """Put `generation` into the outbox; returns its word's index, None when the outbox is full."""
-        offset = self._outbox_room.allocate(1)
-        if offset is None:
-            return None
-        index = offset // ALIGNMENT_BYTES
-        self._outbox[index] = generation
+        index = self._outbox_slots.take_now()
+        if index is not None:
+            self._outbox[index] = generation
         return index
 
     def outgoing_address(self, index: int) -> int:
@@ -77,4 +76,4 @@ class Board:
 
     def sent(self, index: int) -> None:
         """The transport does not need a posted word any more."""
-        self._outbox_room.free(index * ALIGNMENT_BYTES)
+        self._outbox_slots.give_back(index)

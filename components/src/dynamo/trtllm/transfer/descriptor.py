@@ -47,14 +47,12 @@ class PeerIdentity(_Message):
     """Who can be read from: one run of one process.
 
     `name` is stable over restarts and unique among live processes, `incarnation` is new at every start. `metadata` is the
-    transport's own description of the process and its registered memory, base64, about 0.6 kB for NIXL. `beacon` is the
-    address of `HEADER_BYTES` readable bytes, for warming the connection.
+    transport's own description of the process and its registered memory, base64, about 0.6 kB for NIXL.
     """
 
     name: ShortName
     incarnation: ShortName
     metadata: Annotated[str, StringConstraints(max_length=1 << 16)] = ""
-    beacon: Count = 0
 
     @property
     def agent(self) -> str:
@@ -91,8 +89,8 @@ class TransferDescriptor(_Message):
     the sender keeps an offer that nobody acknowledges; a read may take at most half of it.
     """
 
-    version: Literal[1] = 1
-    transport: Literal["nixl", "local"]
+    version: Literal[2] = 2
+    transport: ShortName
     sender: PeerIdentity
     device: Literal["cpu", "cuda"] = "cpu"
     device_index: Annotated[int, Field(ge=0, lt=1024)] = 0

@@ -1,12 +1,13 @@
 """Memory for transfers: an allocator of aligned ranges, and a pool that lets callers wait for room.
 
 A pool is one block of memory, registered once with the transport. Segments are cut from it and given back. This module
-does not know what is in a segment, nor when it may be reused: `pooled.py` decides that.
+does not know what is in a segment, nor when it may be reused: the sender and the reader decide that.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
@@ -84,29 +85,40 @@ class Allocator:
 
 @dataclass(eq=False)
 class _Waiter:
-    nbytes: int
+    amount: int
     granted: asyncio.Future[int]
 
 
-class Room:
-    """An allocator that one can wait for, first come first served. Shared by all transfers; used on the event loop only."""
+class _FirstComeFirstServed(ABC):
+    """Something that is handed out in places and can be waited for. Shared by all transfers; used on the event loop only."""
 
-    def __init__(self, allocator: Allocator) -> None:
-        self.allocator = allocator
+    def __init__(self) -> None:
         self._waiting: deque[_Waiter] = deque()
+
+    @abstractmethod
+    def _grant(self, amount: int) -> int | None:
+        """A place for `amount`; None while there is no room."""
+
+    @abstractmethod
+    def _take_back(self, place: int) -> None:
+        """Undo `_grant`."""
 
     @property
     def waiting(self) -> int:
         """Callers that wait."""
         return len(self._waiting)
 
-    async def take(self, nbytes: int, timeout_s: float) -> int:
-        """Offset of a range of `nbytes`. Raises `Overloaded` when there is none within `timeout_s` seconds."""
+    def give_back(self, place: int) -> None:
+        """Free a place and serve those who wait."""
+        self._take_back(place)
+        self._serve_waiting()
+
+    async def _take(self, amount: int, timeout_s: float) -> int:
         if not self._waiting:
-            offset = self.allocator.allocate(nbytes)
-            if offset is not None:
-                return offset
-        waiter = _Waiter(nbytes, asyncio.get_running_loop().create_future())
+            place = self._grant(amount)
+            if place is not None:
+                return place
+        waiter = _Waiter(amount, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         try:
             await asyncio.wait({waiter.granted}, timeout=max(timeout_s, 0.0))
@@ -118,37 +130,70 @@ class Room:
             raise Overloaded("the transfer memory stayed full; try again later")
         return waiter.granted.result()
 
-    def give_back(self, offset: int) -> None:
-        """Free a range and serve those who wait."""
-        self.allocator.free(offset)
-        self._serve_waiting()
-
     def _withdraw(self, waiter: _Waiter) -> None:
         if waiter.granted.done():
-            self.allocator.free(waiter.granted.result())
+            self._take_back(waiter.granted.result())
         else:
             self._waiting.remove(waiter)
         self._serve_waiting()
 
     def _serve_waiting(self) -> None:
         while self._waiting:
-            offset = self.allocator.allocate(self._waiting[0].nbytes)
-            if offset is None:
+            place = self._grant(self._waiting[0].amount)
+            if place is None:
                 return
-            self._waiting.popleft().granted.set_result(offset)
+            self._waiting.popleft().granted.set_result(place)
+
+
+class Slots(_FirstComeFirstServed):
+    """A semaphore of `count` numbered slots whose waits end at a deadline."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._free = list(range(count - 1, -1, -1))
+
+    async def take(self, timeout_s: float) -> int:
+        """Number of a free slot. Raises `Overloaded` when there is none within `timeout_s` seconds."""
+        return await self._take(1, timeout_s)
+
+    def take_now(self) -> int | None:
+        """Number of a free slot, None when there is none."""
+        return self._grant(1)
+
+    def _grant(self, amount: int) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def _take_back(self, place: int) -> None:
+        self._free.append(place)
+
+
+class Room(_FirstComeFirstServed):
+    """An allocator that one can wait for."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()
+        self.allocator = allocator
+
+    async def take(self, nbytes: int, timeout_s: float) -> int:
+        """Offset of a range of `nbytes`. Raises `Overloaded` when there is none within `timeout_s` seconds."""
+        return await self._take(nbytes, timeout_s)
+
+    def _grant(self, amount: int) -> int | None:
+        return self.allocator.allocate(amount)
+
+    def _take_back(self, place: int) -> None:
+        self.allocator.free(place)
 
 
 class Pool:
     """One block of registered memory, uint8 `[bytes]`, from which segments are cut.
 
-    `registration` is what the transport gave for registering it. `slot` is set for memory of one object's own: the place among
-    such objects that it takes up.
+    `registration` is what the transport gave for registering it.
     """
 
-    def __init__(self, memory: torch.Tensor, registration: Any, *, slot: int | None = None) -> None:
+    def __init__(self, memory: torch.Tensor, registration: Any) -> None:
         self.memory = memory
         self.registration = registration
-        self.slot = slot
         self.base = memory.data_ptr()
         self.room = Room(Allocator(memory.numel()))
 

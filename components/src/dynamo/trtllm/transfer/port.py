@@ -159,33 +159,31 @@ class Transfer(ABC):
     @property
     @abstractmethod
     def identity(self) -> PeerIdentity:
-        """Who this process is to its readers; what `warm` of a peer takes. Valid between `start` and `close`."""
+        """Who this process is to its readers. Valid between `start` and `close`."""
 
     @abstractmethod
-    async def warm(self, peer: PeerIdentity, deadline_s: float) -> None:
-        """Connect to a peer ahead of the first fetch from it. Raises `PeerUnavailable` or `PeerTimeout`."""
-
-    @abstractmethod
-    async def offer(self, tensors: Mapping[str, torch.Tensor], deadline_s: float) -> Offer:
+    async def offer(self, tensors: Mapping[str, torch.Tensor], deadline_s: float | None = None) -> Offer:
         """Copy `tensors`, of any layout but all on one device, and offer them to one reader.
 
-        They may be changed or freed as soon as this returns. Waits at most `deadline_s` for room. Raises `Overloaded`,
-        `LimitFault`, and `ValueError` for no tensors, several devices or a dtype outside `descriptor.ITEM_BYTES`.
+        They may be changed or freed as soon as this returns. Waits at most `deadline_s` for room, by default half of
+        this transfer's time to live. Raises `Overloaded`, `LimitFault`, and `ValueError` for no tensors, several
+        devices or a dtype outside `descriptor.ITEM_BYTES`.
         """
 
     @abstractmethod
     async def fetch(
         self,
         descriptor: TransferDescriptor,
-        deadline_s: float,
+        deadline_s: float | None = None,
         *,
         copy: bool = False,
         device: str | None = None,
     ) -> Received:
         """Read an offer and acknowledge it.
 
-        The deadline covers the wait for room and the read; it is cut to half of the offer's time to live. With `copy`, or
-        a `device` other than the memory's own, the tensors are independent of the pool and there is nothing to release.
+        The wait for room and the read together take at most `deadline_s`, and never more than half of the offer's time to
+        live: later, the sender may use the memory again. With `copy`, or a `device` other than the memory's own, the
+        tensors are independent of the pool and there is nothing to release.
         Raises `Overloaded`, `PeerTimeout`, `PeerUnavailable`, `PeerFault` and `LimitFault`.
         """
 
@@ -196,8 +194,8 @@ class Transfer(ABC):
         """
 
     @abstractmethod
-    async def drain(self, deadline_s: float) -> bool:
-        """Wait until no offer is open, at most `deadline_s`; true when none is left."""
+    async def drain(self, deadline_s: float | None = None) -> bool:
+        """Wait until no offer is open, at most `deadline_s` (by default the time to live); true when none is left."""
 
     @abstractmethod
     def stats(self) -> TransferStats:
