@@ -15,7 +15,14 @@ from dynamo.llm import exceptions as dynamo
 
 from dynamo.trtllm import egress as module
 from dynamo.trtllm.egress import DIRECT_CHUNKS, CancelWatch, Context, Egress, Outlet, StreamClosed
-from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, PeerTimeout, RequestCancelled
+from dynamo.trtllm.errors import (
+    ClientFault,
+    EngineDead,
+    EngineFault,
+    PeerTimeout,
+    RequestCancelled,
+    ShuttingDown,
+)
 from dynamo.trtllm.response import Chunk
 from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, until
 
@@ -352,11 +359,72 @@ async def test_draining_waits_for_the_last_request_and_then_refuses_new_ones() -
     gate.set()
     await drained
     assert await running == []
-    egress.accepting = False
+    egress.end_all(ShuttingDown("this worker is shutting down"))
     raised = await outcome(push(egress, FakeSender()))
     assert type(raised) is dynamo.EngineShutdown
     assert str(raised) == "this worker is shutting down"
     assert (egress.in_flight, dict(egress.outcomes)) == (0, {"completed": 1})
+
+
+class Preparing(Scripted):
+    """Waits before there is a stream, as a handler that fetches; `clings` cancellations are not heeded."""
+
+    def __init__(self, clings: int = 0) -> None:
+        super().__init__()
+        self.clings = clings
+
+    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
+        self.started.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if not self.clings:
+                    raise
+                self.clings -= 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sent", [0, 2])
+async def test_the_engines_death_ends_every_request_at_whatever_stage(sent: int) -> None:
+    handler = Scripted(sent, gate=asyncio.Event()) if sent else Preparing()
+    egress, senders = make(handler), [FakeSender() for _ in range(6)]
+    running = [asyncio.create_task(push(egress, sender)) for sender in senders]
+    await until(lambda: egress.in_flight == 6 and handler.started.is_set())
+    await until(lambda: len(senders[-1].chunks) == sent)
+    egress.end_all(EngineDead("the engine died"))
+    egress.end_all(ShuttingDown("this worker is shutting down"))
+    raised = [await outcome(each) for each in running]
+    assert {(type(each), str(each)) for each in raised} == {(dynamo.EngineShutdown, "the engine died")}
+    assert [sender.closed for sender in senders] == [False] * 6
+    assert (egress.in_flight, dict(egress.outcomes), egress.accepting) == (0, {"failed": 6}, False)
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_heeds_no_cancellation_ends_when_it_is_cancelled_again() -> None:
+    handler = Preparing(clings=2)
+    egress = make(handler)
+    running = asyncio.create_task(push(egress, FakeSender()))
+    await handler.started.wait()
+    egress.end_all(EngineDead("the engine died"))
+    await until(lambda: handler.clings == 1)
+    egress.end_all(EngineDead("the engine died"))
+    await until(lambda: handler.clings == 0)
+    assert not running.done()
+    egress.end_all(EngineDead("the engine died"))
+    assert type(await outcome(running)) is dynamo.EngineShutdown
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_has_left_counts_as_cancelled_whatever_the_engine_does() -> None:
+    handler, context = Preparing(), FakeContext()
+    egress = make(handler)
+    running = asyncio.create_task(push(egress, FakeSender(), context))
+    await handler.started.wait()
+    context.stop_generating()
+    egress.end_all(EngineDead("the engine died"))
+    assert type(await outcome(running)) is dynamo.Cancelled
+    assert dict(egress.outcomes) == {"cancelled": 1}
 
 
 @pytest.mark.asyncio

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from dynamo.llm import ModelInput, ModelType, WorkerType
+from dynamo.llm import exceptions as dynamo
 from prometheus_client import generate_latest
 
 from dynamo.trtllm import model_files, runtime
@@ -22,7 +23,7 @@ from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import EngineDead, EngineFault, StartupError
 from dynamo.trtllm.metrics import WorkerMetrics
 from dynamo.trtllm.runtime import Service, health_check_payload, model_type, needs, runtime_config
-from fakes import outcome, until
+from fakes import FakeContext, FakeSender, collect, outcome, until
 
 INFO = EngineInfo(context_length=100, kv_block_size=16, total_kv_blocks=3, max_num_seqs=4, max_num_batched_tokens=5)
 ENCODE = PeerConfig(encode_endpoint="dyn://n.tensorrt_llm_encode.generate")
@@ -86,6 +87,7 @@ class World:
         self.engine = Engine()
         self.steps: list[str] = []
         self.grace_s: list[float] = []
+        self.last_resorts_s: list[float] = []
         config = WorkerConfig(role=role, model=model or ModelConfig(served_names=("m", "alias")))
         self.config = replace(config, engine=replace(config.engine, model_path="/models/m"))
         fake: Any = self.runtime
@@ -110,6 +112,8 @@ class World:
         self.steps.append(f"left, accepting={self.egress.accepting}")
         made.shutdown()
 
+    running: asyncio.Task[int]
+
     def run(self) -> asyncio.Task[int]:
         return asyncio.create_task(self.service.run(self.egress, WorkerMetrics(self.egress), self.drained))
 
@@ -121,6 +125,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(runtime, "graceful_shutdown_with_discovery", made.leave)
     monkeypatch.setattr(WorkerMetrics, "expose", lambda self, endpoint, config: made.steps.append("metrics"))
     monkeypatch.setattr(runtime, "_HEALTH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(runtime, "_CANCEL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(runtime, "exit_after", made.last_resorts_s.append)
     return made
 
 
@@ -171,7 +177,73 @@ async def test_a_dead_engine_ends_the_process_with_an_error_once_and_without_gra
     world.service.engine_died(EngineDead("the engine died"))
     world.service.engine_died(EngineDead("the engine died"))
     assert await running == 1
-    assert world.grace_s == [0.0]
+    assert (world.grace_s, world.last_resorts_s) == ([0.0], [5.0])
+
+
+class Waiting:
+    """A handler whose requests wait for ever; `started` counts them."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    async def respond(self, raw: Mapping[str, Any], context: Any) -> Any:
+        self.started += 1
+        await asyncio.Event().wait()
+
+
+async def ask_waiting(world: World, count: int) -> list[asyncio.Task[Any]]:
+    """So many requests in flight that nothing answers."""
+    handler = Waiting()
+    world.egress = Egress(handler, on_dead=world.service.engine_died)
+    world.running = world.run()
+    await world.runtime.made.served.wait()
+    serve = world.egress.serve
+    streams = [serve({}, FakeContext(str(i)), response_sender=FakeSender()) for i in range(count)]
+    asked = [asyncio.create_task(collect(stream)) for stream in streams]
+    await until(lambda: handler.started == count)
+    return asked
+
+
+@pytest.mark.asyncio
+async def test_a_dead_engine_ends_the_requests_in_flight_and_leaves_little_time_for_hand_overs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0.01")
+    monkeypatch.setattr(world, "drained", asyncio.Event().wait)
+    asked = await ask_waiting(world, 6)
+    world.engine.health = [EngineDead("the engine died")]
+    assert {type(await outcome(each)) for each in asked} == {dynamo.EngineShutdown}
+    assert await world.running == 1
+    assert world.last_resorts_s == [3.0]
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_while_the_worker_drains_ends_its_requests_too(world: World) -> None:
+    asked = await ask_waiting(world, 2)
+    signal.raise_signal(signal.SIGTERM)
+    await until(lambda: bool(world.grace_s))
+    world.service.engine_died(EngineDead("the engine died"))
+    assert {str(await outcome(each)) for each in asked} == {"the engine died"}
+    assert await world.running == 1
+    assert world.last_resorts_s == [65.0, 5.0]
+
+
+@pytest.mark.asyncio
+async def test_requests_that_outlast_the_drain_are_given_up_to_other_workers(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def impatient(made: FakeRuntime, endpoints: Any, drain_callback: Callable[[], Any], **rest: Any) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(drain_callback(), 0.001)
+        made.shutdown()
+
+    monkeypatch.setattr(runtime, "graceful_shutdown_with_discovery", impatient)
+    asked = await ask_waiting(world, 2)
+    signal.raise_signal(signal.SIGTERM)
+    raised = [await outcome(each) for each in asked]
+    assert {type(each) for each in raised} == {dynamo.EngineShutdown}
+    assert {str(each) for each in raised} == {"this worker is shutting down"}
+    assert await world.running == 0
 
 
 @pytest.mark.asyncio

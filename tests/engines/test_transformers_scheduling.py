@@ -26,8 +26,10 @@ from dynamo.trtllm.engines.port import (
     Sampling,
     Step,
 )
+from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
+from dynamo.trtllm.engines.transformers.worker import Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, PartFault, ShuttingDown
 from engines.contract import Output, add, generate, place, request, split
 from engines.families import make_tiny_engine, noise_image, save_tiny_model
@@ -362,14 +364,25 @@ async def test_more_likely_tokens_than_there_are_means_all_of_them(start: Start)
 
 
 @pytest.mark.asyncio
-async def test_a_step_that_fails_ends_the_engine_and_all_its_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("decode", RuntimeError("device lost")),
+        ("decode", MemoryError()),
+        ("decode", SystemExit(3)),
+        ("prefill", SystemExit(3)),
+    ],
+)
+async def test_a_step_that_fails_ends_the_engine_and_all_its_requests(
+    start: Start, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
     engine = await start()
     await engine.check_health()
 
-    def broken(runner: ModelRunner, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("device lost")
+    def broken(*args: Any) -> torch.Tensor:
+        raise error
 
-    monkeypatch.setattr(ModelRunner, "decode", broken)
+    monkeypatch.setattr(ModelRunner, step, broken)
     asked = [request(IDS, max_tokens=5, ignore_eos=True) for _ in range(3)]
     outputs = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
     assert [type(o) for o in outputs] == [EngineDead] * 3
@@ -377,6 +390,61 @@ async def test_a_step_that_fails_ends_the_engine_and_all_its_requests(start: Sta
         await engine.check_health()
     with pytest.raises(EngineDead):
         await generate(engine, asked[0])
+
+
+@pytest.mark.asyncio
+async def test_a_thread_that_has_ended_without_a_word_is_a_dead_engine(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "_run", lambda worker, scheduler: None)
+    monkeypatch.setattr(Worker, "_end_all", lambda worker, scheduler, reason: setattr(worker, "dead", None))
+    engine = make_tiny_engine(directories["llama"], "llama")
+    await engine.start()
+    await _until(lambda: not [thread for thread in threading.enumerate() if thread.name == "engine"])
+    for call in (engine.check_health(), generate(engine, request(IDS)), engine.prefill(request(IDS))):
+        with pytest.raises(EngineDead):
+            await call
+    await engine.close()
+
+
+def _lose_device(*args: Any) -> None:
+    raise torch.AcceleratorError("unspecified launch failure")
+
+
+async def _take(step: str, engine: TransformersEngine) -> Any:
+    """A request that takes this step first."""
+    if step == "prefill":
+        return await generate(engine, request(IDS))
+    return await engine.encode([DecodedImage("a", noise_image(1, 56, 56))])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step", ["prefill", "encode"])
+async def test_a_lost_device_ends_the_engine_in_whichever_step_it_shows(
+    start: Start, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    engine = await start("qwen2_vl")
+    monkeypatch.setattr(torch.accelerator, "synchronize", _lose_device)
+    monkeypatch.setattr(ModelRunner if step == "prefill" else ImageEncoder, step, _lose_device)
+    outputs = await asyncio.gather(*(_take(step, engine) for _ in range(3)), return_exceptions=True)
+    assert {type(o) for o in outputs} == {EngineDead}
+    with pytest.raises(EngineDead):
+        await engine.check_health()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step", ["prefill", "encode"])
+async def test_an_error_that_the_device_survives_fails_its_request_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    engine = await start("qwen2_vl")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    with monkeypatch.context() as broken:
+        broken.setattr(ModelRunner if step == "prefill" else ImageEncoder, step, _lose_device)
+        with pytest.raises(EngineFault):
+            await _take(step, engine)
+    await engine.check_health()
+    assert len((await generate(engine, request(IDS, max_tokens=3, ignore_eos=True))).token_ids) == 3
 
 
 @pytest.mark.asyncio

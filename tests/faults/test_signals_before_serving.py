@@ -26,7 +26,13 @@ class Container:
 
     def __init__(self, directory: Path, *arguments: str, **environment: str) -> None:
         self.log = directory / "log"
-        unshare = ["unshare", "--pid", "--fork", "--mount-proc", *(["--map-root-user"] if os.getuid() else [])]
+        unshare = [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            *(["--map-root-user"] if os.getuid() else []),
+        ]
         base = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
         discovery = {"DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(directory / "discovery")}
         grace = {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0.2"}
@@ -42,7 +48,9 @@ class Container:
     def first_process(self) -> int | None:
         """The number of the namespace's PID 1 outside of it; None before it runs Python."""
         with suppress(OSError, IndexError):
-            child = int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+            child = int(
+                Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
+            )
             if b"dynamo.trtllm" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return child
         return None

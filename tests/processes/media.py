@@ -22,13 +22,15 @@ def png(picture: Picture) -> bytes:
 class PictureServer:
     """`/picture/SEED.png` is the demo generator's picture of that seed; `pages` holds other bodies by path.
 
-    `hits` counts whole GETs by path: the frontend looks at each picture's first bytes by a range request, which is not counted.
+    `hits` counts whole GETs by path: the frontend looks at each picture's first bytes by a range request, which is not
+    counted. A whole GET of a path in `gates` is answered when its event is set.
     """
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.hits: Counter[str] = Counter()
         self.pages: dict[str, bytes] = {}
+        self.gates: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
 
     def picture_url(self, seed: int) -> str:
@@ -40,6 +42,8 @@ class PictureServer:
         if probe is None:
             with self._lock:
                 self.hits[path] += 1
+            if path in self.gates:
+                self.gates[path].wait()
         found = self._find(path)
         if found is None:
             request.send_error(404)

@@ -14,7 +14,7 @@ import torch
 
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import EngineRequest, Step
-from dynamo.trtllm.errors import ClientFault, EngineFault, Overloaded, PeerFault, PeerUnavailable
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, Overloaded, PeerFault, PeerUnavailable
 from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, raw_request, until
 from media_parts import PLACEHOLDER, png_url
 from request_handlers.topology import (
@@ -287,6 +287,21 @@ async def test_a_client_that_leaves_while_the_kv_cache_is_read_leaves_nothing(bo
     await stream.aclose()
     both.assert_nothing_held()
     assert both.prefill.transfer.stats().acknowledged_total == 1
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_while_the_kv_cache_is_read_leaves_nothing(both: Pair) -> None:
+    both.transfer.gate = asyncio.Event()
+    raw = raw_request(*PROMPT, stop=LONG)
+    result = {"disaggregated_params": (await both.prefilled(raw))["disaggregated_params"]}
+    egress, sender = Egress(both.decode, on_dead=ignore_death), FakeSender()
+    stream = egress.serve({**raw, "prefill_result": result}, FakeContext(), response_sender=sender)
+    running = asyncio.create_task(collect(stream))
+    await both.transfer.reading.wait()
+    egress.end_all(EngineDead("the engine died"))
+    assert str(await outcome(running)) == "the engine died"
+    assert (len(sender.chunks), sender.closed) == (1, False)
+    both.assert_nothing_held()
 
 
 @pytest.mark.asyncio

@@ -27,7 +27,6 @@ from dynamo.trtllm.errors import (
     EngineFault,
     PeerTimeout,
     RequestCancelled,
-    ShuttingDown,
     WorkerError,
     to_dynamo,
 )
@@ -98,6 +97,11 @@ class CancelWatch:
     def remove(self, context: Context) -> None:
         """The request is over. Removing it twice does nothing."""
         self._watched.pop(id(context), None)
+
+    def cancel_all(self) -> None:
+        """Cancel the tasks of all requests that are registered now."""
+        for _, task in list(self._watched.values()):
+            task.cancel()
 
     async def _look(self) -> None:
         while self._watched:
@@ -203,8 +207,8 @@ class Egress:
         self._idle = asyncio.Event()
         self._idle.set()
         self._late: dict[str, float] = {}
+        self._ended_by: WorkerError | None = None
         self.in_flight = 0
-        self.accepting = True
         self.outcomes: Counter[str] = Counter()
 
     def endpoint_handler(self) -> Callable[..., AsyncGenerator[Chunk, None]]:
@@ -225,6 +229,19 @@ class Egress:
     async def drained(self) -> None:
         """Return when no request is in flight."""
         await self._idle.wait()
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new requests are taken."""
+        return self._ended_by is None
+
+    def end_all(self, reason: WorkerError) -> None:
+        """Take no more requests and end those in flight with `reason`; the first reason counts.
+
+        Calling it again cancels once more what has not ended, for instance because it waits as it cleans up.
+        """
+        self._ended_by = self._ended_by or reason
+        self._watch.cancel_all()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -271,8 +288,8 @@ class Egress:
 
     def _begin(self, context: Context) -> None:
         """Count a request in, unless the worker takes no more or the request has had its time."""
-        if not self.accepting:
-            raise to_dynamo(ShuttingDown("this worker is shutting down"))
+        if self._ended_by is not None:
+            raise to_dynamo(self._ended_by)
         if self._late and self._is_late(context.id()):
             raise to_dynamo(PeerTimeout("another worker did not answer in time"))
         self.in_flight += 1
@@ -281,6 +298,8 @@ class Egress:
     def _end(self, error: BaseException | None, context: Context) -> None:
         """Count a request out, and raise Dynamo's exception for what ended it; an ending that is none passes as it is."""
         outcome = "failed"
+        if self._ended_by is not None and isinstance(error, asyncio.CancelledError):
+            error = error if context.is_stopped() else self._ended_by  # `end_all` cancelled it
         try:
             if error is None:
                 outcome = "completed"

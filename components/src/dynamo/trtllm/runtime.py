@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from dynamo.common.token_budget import TokenBudget, publish_token_budget
@@ -23,7 +24,8 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import Engine, EngineInfo
-from dynamo.trtllm.errors import EngineDead, StartupError, WorkerError
+from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerError
+from dynamo.trtllm.last_resort import exit_after
 from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
 from dynamo.trtllm.metrics import WorkerMetrics
 
@@ -31,7 +33,13 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_SECOND_SIGNAL = 70
-_HEALTH_INTERVAL_S = 5.0
+_HEALTH_INTERVAL_S = 0.5
+_LEAST_TO_LEAVE_S = 3.0
+"""What the end gets after the engine's death, where the grace is shorter."""
+_DRAIN_AND_CLOSE_S = 60.0
+"""What the end gets after the grace otherwise: Dynamo drains for up to 30 s, the rest is for the engine."""
+_CANCELS = 3
+_CANCEL_INTERVAL_S = 0.2
 
 _WORKER_TYPES = {
     Role.AGGREGATED: WorkerType.Aggregated,
@@ -67,6 +75,7 @@ class Service:
         self._info = info
         self._endpoint: Endpoint = runtime.endpoint(config.runtime.endpoint)
         self._shutdown: asyncio.Task[None] | None = None
+        self._death: EngineDead | None = None
         self._exit_code = 0
 
     @property
@@ -92,6 +101,7 @@ class Service:
             if self._shutdown is None:
                 logger.error("the runtime stopped serving by itself, leaving")
                 self._exit_code = EXIT_FAILED
+                exit_after(_DRAIN_AND_CLOSE_S)
             else:
                 await self._shutdown
         finally:
@@ -99,10 +109,15 @@ class Service:
         return self._exit_code
 
     def engine_died(self, error: EngineDead) -> None:
-        """The one place that decides that the process ends because of its engine."""
+        """The one place that decides that the process ends because of its engine: every request ends at once."""
+        if self._death is not None:
+            return
+        logger.critical("the engine is dead, leaving: %s", error)
+        self._death = error
+        self._exit_code = EXIT_FAILED
+        self._egress.end_all(error)
+        exit_after(max(get_grace_period_seconds(), _LEAST_TO_LEAVE_S))
         if self._shutdown is None:
-            logger.critical("the engine is dead, leaving: %s", error)
-            self._exit_code = EXIT_FAILED
             self._begin_shutdown(grace_s=0.0)
 
     async def _register(self) -> None:
@@ -158,7 +173,9 @@ class Service:
             logger.warning("second signal, exiting at once")
             logging.shutdown()
             os._exit(EXIT_SECOND_SIGNAL)
-        self._begin_shutdown(grace_s=get_grace_period_seconds())
+        grace_s = get_grace_period_seconds()
+        exit_after(grace_s + _DRAIN_AND_CLOSE_S)
+        self._begin_shutdown(grace_s)
 
     def _begin_shutdown(self, grace_s: float) -> None:
         self._shutdown = asyncio.create_task(
@@ -167,9 +184,25 @@ class Service:
         )
 
     async def _drain(self) -> None:
-        await self._egress.drained()
-        await self._drained()
-        self._egress.accepting = False
+        """Runs before the runtime, which waits for requests for ever; Dynamo cancels it after 30 s."""
+        try:
+            if self._death is not None:
+                await self._let_go(self._death)
+            else:
+                await self._egress.drained()
+                await self._drained()
+        finally:
+            self._egress.end_all(ShuttingDown("this worker is shutting down"))
+
+    async def _let_go(self, death: EngineDead) -> None:
+        """End requests that wait as they clean up; give other workers half of the grace to read what is held."""
+        for _ in range(_CANCELS):
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._egress.drained(), _CANCEL_INTERVAL_S)
+                break
+            self._egress.end_all(death)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._drained(), get_grace_period_seconds() / 2)
 
 
 def model_type(role: Role, config: RuntimeConfig) -> ModelType:

@@ -14,8 +14,8 @@ _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 def end_at_once_on_signals() -> None:
     """Leave SIGTERM and SIGINT to the kernel, which ends a process whatever it does: 143 and 130 in a shell.
 
-    A handler in Python would have to wait for imports and for Dynamo's library, which hold the interpreter. The
-    kernel does not do this for PID 1, as which a container starts its command: it becomes the worker's parent.
+    A handler in Python would have to wait for imports and for Dynamo's library, which hold the interpreter.
+    The kernel spares PID 1, as which a container starts its command: that becomes the worker's parent.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -29,7 +29,7 @@ def _continue_in_child() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     child = os.fork()
     if child == 0:
-        os.setsid()  # else a terminal's Ctrl-C would arrive twice, and a second signal ends without draining
+        os.setsid()  # a terminal's Ctrl-C would arrive twice, and a second signal ends without draining
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
     while True:

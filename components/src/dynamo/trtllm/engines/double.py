@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import zlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -53,6 +54,7 @@ class DoubleScript:
     prefill_delay_s: float = 0.0
     step_delay_s: float = 0.0
     encode_delay_s: float = 0.0
+    close_delay_s: float = 0.0
     fail_start: bool = False
     reject_prompt_over: int | None = None
     """Prompts of more tokens are refused as the client's fault."""
@@ -60,6 +62,10 @@ class DoubleScript:
     """Every request fails with `EngineFault` at this token."""
     die_at_token: int | None = None
     """The engine dies at this token: `EngineDead` for this and all later requests."""
+    stall_at_token: int | None = None
+    """Every request stands still from this token on, as if the engine did not answer."""
+    dies_with_file: str | None = None
+    """The engine dies in silence when this file appears: only `check_health` says so."""
     kv_bytes_per_token: int = 0
     """Size of the opaque state that prefill hands over, so that transfers can be loaded without a model."""
 
@@ -140,8 +146,13 @@ class DoubleEngine(Engine):
         return EncodedImage(digest, {"features": features}, ids, extras)
 
     async def check_health(self) -> None:
+        if self._has_died_by_file():
+            self._dead = True
         if self._dead:
             raise EngineDead("the engine died")
+
+    def _has_died_by_file(self) -> bool:
+        return self._script.dies_with_file is not None and os.path.exists(self._script.dies_with_file)
 
     def stats(self) -> Mapping[str, float]:
         return {
@@ -152,6 +163,7 @@ class DoubleEngine(Engine):
 
     async def close(self) -> None:
         self._dead = True
+        await asyncio.sleep(self._script.close_delay_s)
 
     def _check(self, request: EngineRequest) -> None:
         if self._dead:
@@ -173,7 +185,8 @@ class DoubleEngine(Engine):
             raise EngineFault("the prefill worker's state is not one that this engine understands")
         self._check(request)
         script, length = self._script, self._length(request)
-        plain = _is_plain(request.sampling) and script.fail_at_token is None and script.die_at_token is None
+        scripted = {script.fail_at_token, script.die_at_token, script.stall_at_token} != {None}
+        plain = _is_plain(request.sampling) and not scripted
         steps, span, delay, last = self._plain_steps, script.token_span, script.step_delay_s, length - 1
         self._active += 1
         try:
@@ -186,6 +199,8 @@ class DoubleEngine(Engine):
                     self._generated += 1
                     yield steps[(key + index * 7) % span]
                     continue
+                if index == script.stall_at_token:
+                    await asyncio.Event().wait()
                 step = self._step(request, key, index, length)
                 yield step
                 if step.finish is not None:

@@ -23,7 +23,7 @@ from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import Sampled, sample_apart
 from dynamo.trtllm.engines.transformers.sequence import Sequence, Stage
 from dynamo.trtllm.engines.transformers.state import pack_state
-from dynamo.trtllm.errors import EngineFault
+from dynamo.trtllm.errors import EngineDead, EngineFault, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -264,9 +264,25 @@ class Scheduler:
 
     def _report(self, sequence: Sequence, error: Exception) -> None:
         logger.error("a request failed in the engine", exc_info=error)
-        fault = EngineFault("the engine failed on this request")
+        lost = device_is_lost(error)
+        fault: WorkerError = EngineFault("the engine failed on this request")
+        if lost:
+            fault = EngineDead("the engine's device is lost")
         fault.__cause__ = error
         self.events.append((sequence.sink, fault))
+        if lost:
+            raise error
+
+
+def device_is_lost(error: Exception) -> bool:
+    """Whether the accelerator answers nothing after `error`, so that no other request can be served either."""
+    if not isinstance(error, torch.AcceleratorError):
+        return False
+    try:
+        torch.accelerator.synchronize()
+    except Exception:
+        return True
+    return False
 
 
 def _blocks(sequences: Items[Sequence]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, PixelInputs
-from dynamo.trtllm.engines.transformers.scheduler import Scheduler
+from dynamo.trtllm.engines.transformers.scheduler import Scheduler, device_is_lost
 from dynamo.trtllm.engines.transformers.sequence import Sequence
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
 
@@ -81,6 +81,8 @@ class Worker:
 
     def require_alive(self) -> None:
         """Raises what ended the engine when it has ended."""
+        if self.dead is None and self._thread is not None and not self._thread.is_alive():
+            self.dead = EngineDead("the engine's thread has ended")  # so hard that it could not say so
         if self.dead is not None:
             raise EngineDead(self.dead.message) from self.dead.__cause__
 
@@ -127,10 +129,10 @@ class Worker:
                 self._run(self._scheduler)
                 reason: WorkerError = ShuttingDown("the engine has been closed")
                 self.dead = EngineDead(reason.message)
-            except Exception as error:
-                logger.critical("the engine's step failed; no request can be served any more", exc_info=error)
+            except BaseException as error:
                 self.dead = reason = EngineDead("the engine failed and serves no further request")
                 self.dead.__cause__ = error
+                logger.critical("the engine's step failed; no request can be served any more", exc_info=error)
             self._end_all(self._scheduler, reason)
 
     def _run(self, scheduler: Scheduler) -> None:
@@ -173,13 +175,19 @@ class Worker:
             jobs.append(self._encodes.popleft())
             values += sum(t.numel() for t in jobs[-1].pixels.tensors.values())
         assert self._scheduler is not None
-        self._scheduler.events.extend(self._encode(jobs))
+        try:
+            self._scheduler.events.extend(self._encode(jobs))
+        except BaseException:
+            self._encodes.extend(jobs)  # the engine ends, and these with it
+            raise
 
     def _encode(self, jobs: list[EncodeJob]) -> list[tuple[Any, Any]]:
         assert self._encoder is not None
         try:
             images = self._encoder.encode([job.pixels for job in jobs])
         except Exception as error:
+            if device_is_lost(error):
+                raise
             if len(jobs) > 1:
                 return [event for job in jobs for event in self._encode([job])]
             logger.error("an image failed in the vision tower", exc_info=error)
