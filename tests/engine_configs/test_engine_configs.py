@@ -15,6 +15,7 @@ from dynamo.trtllm.preflight.memory import GpuMemory, estimate
 from dynamo.trtllm.preflight.shape import parse_shape
 from dynamo.trtllm.utils.layers import find_value
 from dynamo.trtllm.utils.trtllm_utils import parse, parse_args
+from model_directory import make_model_directory
 
 ROOT = Path(__file__).parents[2] / "engine_configs"
 FACTS = {path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "facts").glob("*.json"))}
@@ -45,13 +46,8 @@ def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_directory(parent: Path, name: str) -> Path:
-    """A directory that holds what a check looks for, with empty weights."""
-    directory = parent / name
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(FACTS[name]["config"]))
-    for file in ("tokenizer.json", "preprocessor_config.json", "model.safetensors"):
-        (directory / file).touch()
-    return directory
+    """A directory that holds what a check looks for, with weights that hold no tensor."""
+    return make_model_directory(parent / name, name)
 
 
 def arguments(key: str, directory: Path) -> list[str]:

@@ -11,9 +11,9 @@ import pytest
 from dynamo.trtllm.preflight import run
 from dynamo.trtllm.preflight.memory import find_gpu_memory
 from dynamo.trtllm.utils.trtllm_utils import parse
+from model_directory import make_model_directory
 
 ROOT = Path(__file__).parents[2]
-FACTS = ROOT / "tests" / "engine_configs" / "facts"
 QWEN3 = ROOT / "engine_configs" / "qwen3"
 
 
@@ -23,11 +23,7 @@ def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_model(directory: Path, name: str) -> str:
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(json.loads((FACTS / f"{name}.json").read_text())["config"]))
-    for file in ("tokenizer.json", "preprocessor_config.json", "model.safetensors"):
-        (directory / file).touch()
-    return str(directory)
+    return str(make_model_directory(directory, name))
 
 
 def test_the_plan_tells_what_the_worker_would_be_and_where_each_value_came_from(

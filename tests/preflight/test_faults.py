@@ -9,8 +9,8 @@ import pytest
 
 from dynamo.trtllm.preflight import find_faults, run
 from dynamo.trtllm.utils.trtllm_utils import parse, parse_args
+from model_directory import make_model_directory
 
-FACTS = Path(__file__).parents[1] / "engine_configs" / "facts"
 Model = Callable[[str], Path]
 NIXL = ["--trtllm.cache_transceiver_config.backend", "NIXL"]
 PREFILL = ["--disaggregation-mode", "prefill"]
@@ -34,15 +34,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
-    """Makes a complete model directory of one of the known models, with empty weights."""
+    """Makes a complete model directory of one of the known models, with weights that hold no tensor."""
 
     def make(name: str) -> Path:
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(json.loads((FACTS / f"{name}.json").read_text())["config"]))
-        for file in ("tokenizer.json", "preprocessor_config.json", "model.safetensors"):
-            (directory / file).touch()
-        return directory
+        return make_model_directory(tmp_path / name, name)
 
     return make
 
@@ -209,7 +204,7 @@ def test_every_fault_is_found_at_once(model: Model, capsys: pytest.CaptureFixtur
     command = ["--model-path", str(path), *PREFILL, *MULTIMODAL, *ENCODER, "--tensor-parallel-size", "6", "--trtllm.zzz", "1"]
     assert run(parse([*command, "--check"])) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
-    marks = ("has no tokenizer", "28 attention heads", "4 KV heads", "moves KV caches", "takes no embeddings", "zzz")
+    marks = ("has no tokenizer.json", "28 attention heads", "4 KV heads", "moves KV caches", "takes no embeddings", "zzz")
     assert [next((mark for mark in marks if mark in line), line) for line in faults] == list(marks)
 
 
@@ -219,8 +214,7 @@ def test_every_fault_is_found_at_once(model: Model, capsys: pytest.CaptureFixtur
         ("config.json", "has no config.json: give the directory of a complete model"),
         (
             "tokenizer.json",
-            "has no tokenizer (tokenizer.json, tokenizer.model, tokenizer_config.json, vocab.json, tekken.json): download the "
-            "complete model",
+            "has no tokenizer.json, which Dynamo's frontend makes token ids with: download the complete model",
         ),
         ("model.safetensors", "has no weights (*.safetensors, *.bin, *.pt, *.pth): download the complete model"),
         (

@@ -70,12 +70,13 @@ async def serve(config: WorkerConfig) -> int:
     from dynamo.trtllm.egress import Egress
     from dynamo.trtllm.engines.factory import create_engine
     from dynamo.trtllm.metrics import WorkerMetrics
-    from dynamo.trtllm.model_files import resolve_model
+    from dynamo.trtllm.model_files import resolve_model, with_default_template
     from dynamo.trtllm.request_handlers.handlers import create_handler
     from dynamo.trtllm.runtime import Service, connect
 
     config = replace(config, engine=replace(config.engine, model_path=await resolve_model(config.model.path)))
     require_no_faults(config)  # once more: a model that was fetched just now could not be looked at before
+    config = replace(config, model=with_default_template(config.model, config.engine.model_path))
     async with AsyncExitStack() as stack:
         engine = create_engine(config.engine)
         stack.push_async_callback(engine.close)

@@ -1,14 +1,28 @@
-"""Where a model's files are: a directory, the shipped demo model, or a Hugging Face name that Dynamo fetches."""
+"""Where a model's files are, and which chat template they bring: for the worker's start and for what it registers."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from dynamo.trtllm.config import ModelConfig
 from dynamo.trtllm.errors import StartupError
 
 DEMO_MODEL = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo" / "model"
+POINTER_START = b"version https://git-lfs.github.com/spec/"
+IS_POINTER = "is a Git LFS pointer and not the file itself: run `git lfs pull` in that directory, or download the model again"
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Marks the assistant's part for training; frontends drop it, and Jinja itself does not know it."""
 
 
 async def resolve_model(path: str) -> str:
@@ -32,3 +46,91 @@ async def resolve_model(path: str) -> str:
 
 def _find_directory(path: str) -> str | None:
     return str(Path(path).resolve()) if Path(path).is_dir() else None
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's default chat template. `named`: it is one of a list by name, which Dynamo's frontend does not read."""
+
+    text: str
+    file: str
+    named: bool = False
+
+
+def find_chat_template(directory: Path) -> ChatTemplate | None:
+    """The default chat template in the order in which Dynamo's frontend looks; None where there is none.
+
+    Raises `StartupError` with the end of a sentence about the directory where the frontend cannot use what is there.
+    """
+    fields = {file: _chat_template_field(directory / file) for file in ("chat_template.json", "tokenizer_config.json")}
+    for file, value in fields.items():
+        if not (value is None or isinstance(value, str) or _by_name(value)):
+            raise StartupError(f"has a chat_template in {file} that is neither a text nor a list of named texts: correct it")
+    with suppress(OSError, UnicodeDecodeError):
+        text = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        if text.strip():
+            return ChatTemplate(text, "chat_template.jinja")
+    for file, value in fields.items():
+        if isinstance(value, list):
+            return ChatTemplate(_default(_by_name(value), file), file, named=True)
+        if value is not None and value.strip():
+            return ChatTemplate(value, file)
+    return None
+
+
+def _chat_template_field(file: Path) -> Any:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content.get("chat_template") if isinstance(content, dict) else None
+
+
+def _by_name(value: Any) -> dict[str, str]:
+    """The templates of a list as Transformers writes it; empty when it is something else."""
+    try:
+        named = {str(entry["name"]): entry["template"] for entry in value}
+    except (TypeError, LookupError):
+        return {}
+    return named if isinstance(value, list) and all(isinstance(text, str) for text in named.values()) else {}
+
+
+def _default(named: Mapping[str, str], file: str) -> str:
+    if len(named) > 1 and "default" not in named:
+        raise StartupError(
+            f"has chat templates named {', '.join(sorted(named))} in {file} and none named default: "
+            "write the one to use into a file, and give it with --custom-jinja-template FILE"
+        )
+    return named.get("default") or next(iter(named.values()))
+
+
+def template_fault(text: str) -> str | None:
+    """What is wrong with a chat template, as the end of a sentence; None: nothing that can be seen without rendering it."""
+    if text.encode("utf-8", "replace").startswith(POINTER_START):
+        return IS_POINTER
+    try:
+        from jinja2 import Environment, TemplateSyntaxError
+    except ImportError:
+        return None
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(_GENERATION_TAG.sub("", text))
+    except TemplateSyntaxError as error:
+        return f"is no chat template, its line {error.lineno} is not Jinja: correct it, or give --custom-jinja-template FILE"
+    return None
+
+
+def with_default_template(model: ModelConfig, directory: str) -> ModelConfig:
+    """`model` with the default of several named chat templates in a file of its own, where its files have such a list.
+
+    Dynamo's frontend lists a model with a list of templates and then refuses every chat. The file goes when the process ends.
+    """
+    template = None
+    with suppress(StartupError):  # no default among them: said already where a chat is served
+        template = find_chat_template(Path(directory))
+    if template is None or not template.named or model.custom_jinja_template:
+        return model
+    handle, name = tempfile.mkstemp(prefix="dynamo-trtllm-", suffix=".jinja")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(template.text)
+    atexit.register(Path(name).unlink, missing_ok=True)
+    return replace(model, custom_jinja_template=name)

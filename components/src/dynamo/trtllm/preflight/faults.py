@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata, util
-from pathlib import Path
 from typing import Any
 
 from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, ModelFacts, Release, find_model_facts
-from dynamo.trtllm.preflight.shape import ModelShape, find_model_directory, find_shape
+from dynamo.trtllm.preflight.files import find_file_faults
+from dynamo.trtllm.preflight.shape import ModelShape, find_shape
 from dynamo.trtllm.utils.kinds import find_wrong, show
 from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, origin_of, without
 from dynamo.trtllm.utils.settings import a_role
@@ -200,33 +200,6 @@ def _encoding(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
         yield f"TensorRT-LLM takes no embeddings for {shape.architecture} from an encode worker: remove --encode-endpoint"
 
 
-def _model_files(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
-    path = config.engine.model_path
-    directory = find_model_directory(path)
-    if directory is None:
-        if path.startswith(("/", "./", "../", "~")):
-            yield f"--model-path {path} is not a directory on this machine"
-        return
-    if config.engine.kind is EngineKind.DOUBLE:
-        return
-    if not (directory / "config.json").is_file():
-        yield f"the model directory {path} has no config.json: give the directory of a complete model"
-    elif shape is None:
-        yield f"the config.json of {path} does not describe a decoder with attention heads and layers: give another model"
-    cached = not Path(path).is_dir()
-    for what, patterns in _needed_files(config):
-        if not cached and not any(any(directory.glob(pattern)) for pattern in patterns):
-            yield f"the model directory {path} has no {what} ({', '.join(patterns)}): download the complete model"
-
-
-def _needed_files(config: WorkerConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield "tokenizer", ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
-    if config.engine.args.get("load_format") != "dummy":
-        yield "weights", ("*.safetensors", "*.bin", "*.pt", "*.pth")
-    if config.model.modality is Modality.MULTIMODAL and config.role is not Role.DECODE:
-        yield "image processor", ("preprocessor_config.json", "processor_config.json")
-
-
 def _nixl(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     moved = []
     if config.role is Role.ENCODE or config.peers.encode_endpoint is not None:
@@ -276,4 +249,4 @@ def _unknown(config: WorkerConfig, release: Release, dotted: str, name: str, kno
     return f"TensorRT-LLM {release.version} does not know the engine argument {dotted} ({origin}): {advice}"
 
 
-RULES: tuple[Rule, ...] = (_model_files, _modality, _parallel, _kv_transfer, _encoding, _nixl, _engine_arguments)
+RULES: tuple[Rule, ...] = (find_file_faults, _modality, _parallel, _kv_transfer, _encoding, _nixl, _engine_arguments)

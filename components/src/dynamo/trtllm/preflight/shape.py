@@ -38,6 +38,7 @@ _VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip": {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096},
 }
 
+_MOST_PARAMETERS = 10**15
 _GATED_VISION = ("qwen2_5_vl", "pixtral")
 """Vision families whose MLP has three matrices; the others have two."""
 
@@ -103,8 +104,20 @@ def find_shape(path: str) -> ModelShape | None:
 
 
 def parse_shape(config: Mapping[str, Any]) -> ModelShape | None:
-    """Dimensions in the content of a config.json; None when the layout is not that of a decoder."""
-    model_type = str(config.get("model_type", ""))
+    """Dimensions in the content of a config.json; None when the layout is not that of a decoder, or a number is none."""
+    try:
+        shape = _parse(config)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
+        return None
+    if shape is None:
+        return None
+    counts = (shape.kv_heads, shape.head_dim, shape.vocab, shape.parameters, shape.vision_parameters)
+    usable = all(type(count) is int and 0 <= count <= _MOST_PARAMETERS for count in counts)
+    return shape if usable and shape.kv_heads and shape.head_dim else None
+
+
+def _parse(config: Mapping[str, Any]) -> ModelShape | None:
+    model_type, named = str(config.get("model_type", "")), config.get("architectures")
     nested = config.get("text_config")
     text = {**(nested if isinstance(nested, Mapping) else config)}
     family = str(text.get("model_type", model_type)).removesuffix("_text")
@@ -118,9 +131,10 @@ def parse_shape(config: Mapping[str, Any]) -> ModelShape | None:
     window, windowed = _windows(text, layers)
     kv_heads = text.get("num_key_value_heads") or heads
     head_dim = text.get("head_dim") or hidden // heads
+    positions = text.get("max_position_embeddings")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     return ModelShape(
-        architecture=str((config.get("architectures") or [model_type or "this model"])[0]),
+        architecture=str(named[0]) if isinstance(named, list) and named else model_type or "this model",
         model_type=model_type,
         heads=heads,
         kv_heads=kv_heads,
@@ -130,7 +144,7 @@ def parse_shape(config: Mapping[str, Any]) -> ModelShape | None:
         window=window,
         hidden=hidden,
         vocab=int(text.get("vocab_size") or 0),
-        max_positions=text.get("max_position_embeddings"),
+        max_positions=positions if type(positions) is int and positions > 0 else None,
         has_vision=isinstance(vision, Mapping),
         dtype=_dtype(config, text),
         parameters=_count_text(text, heads, kv_heads, head_dim, layers, hidden, tied) + vision_parameters,

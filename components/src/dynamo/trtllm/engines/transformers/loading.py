@@ -170,7 +170,7 @@ def _load_weights(directory: str, family: Family | None, device: torch.device, d
     loader = transformers.AutoModelForImageTextToText if family else transformers.AutoModelForCausalLM
     try:
         model = loader.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # each format of weights has exceptions of its own
         raise unsupported(architecture, "its weights cannot be loaded") from error
     model = model.to(device)  # type: ignore[arg-type]
     return model.eval()

@@ -1,0 +1,118 @@
+"""Whether a model's directory has what the frontend and the engine will read, whole: nothing missing, cut short or a pointer.
+
+Dynamo's frontend renders the chat template and makes the token ids from files that the worker registers. A file that it cannot
+use leaves a worker that serves and a model that is never listed, so it is looked at here, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dynamo.trtllm.config import EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.model_files import DEMO_MODEL, find_chat_template, template_fault
+from dynamo.trtllm.preflight.shape import ModelShape, find_model_directory
+from dynamo.trtllm.preflight.whole import find_json_fault, find_weight_faults, read_object
+
+DOWNLOAD = "download the complete model"
+_TOKENIZERS = ("tokenizer.json", "tiktoken.model", "*.tiktoken")
+"""What Dynamo's frontend can make token ids with."""
+_TEXT_FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.json",
+)  # fmt: skip
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def find_file_faults(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
+    """One sentence for each file that is missing or not whole, with its name.
+
+    A Hugging Face name is looked at only when it has been fetched: until then what is missing may still come.
+    """
+    path = config.engine.model_path
+    directory = find_model_directory(path)
+    if directory is None:
+        if path.startswith(("/", "./", "../", "~")):
+            yield f"--model-path {path} is not a directory on this machine"
+        return
+    if path != DEMO_MODEL and not Path(path).is_dir():
+        if shape is None and config.engine.kind is not EngineKind.DOUBLE:
+            yield _no_decoder(path)
+        return
+    broken = list(_broken_files(config, directory))
+    yield from broken
+    yield from _missing_files(config, directory, shape, unreadable=bool(broken))
+    if config.engine.kind is not EngineKind.DOUBLE and config.engine.args.get("load_format") != "dummy":
+        yield from find_weight_faults(directory, f"the model directory {path}")
+
+
+def _no_decoder(path: str) -> str:
+    return f"the config.json of {path} does not describe a decoder with attention heads and layers: give another model"
+
+
+def _broken_files(config: WorkerConfig, directory: Path) -> Iterator[str]:
+    for name in (*_TEXT_FILES, *(_IMAGE_FILES if _takes_images(config) else ())):
+        fault = find_json_fault(directory / name)
+        if fault is not None:
+            yield f"{name} of the model directory {config.engine.model_path} {fault}"
+
+
+def _missing_files(
+    config: WorkerConfig, directory: Path, shape: ModelShape | None, unreadable: bool
+) -> Iterator[str]:
+    path, served = config.engine.model_path, _serves_chat(config)
+    lacks = f"the model directory {path} has no"
+    if not (directory / "config.json").is_file():
+        yield f"{lacks} config.json: give the directory of a complete model"
+    elif shape is None and not unreadable and config.engine.kind is not EngineKind.DOUBLE:
+        yield _no_decoder(path)
+    elif not unreadable and not isinstance(read_object(directory / "config.json").get("architectures"), list):
+        yield f"the config.json of {path} names no architectures, by which engine and frontend know the model: {DOWNLOAD}"
+    if not any(any(directory.glob(pattern)) for pattern in _TOKENIZERS):
+        yield f"{lacks} tokenizer.json, which Dynamo's frontend makes token ids with: {_without_tokenizer(directory)}"
+    elif not unreadable and not _describes_tokenizer(directory / "tokenizer.json"):
+        yield f"tokenizer.json of the model directory {path} describes no tokenizer: {DOWNLOAD}"
+    if served and not (directory / "tokenizer_config.json").is_file():
+        yield f"{lacks} tokenizer_config.json, which Dynamo's frontend reads beside the chat template: {DOWNLOAD}"
+    elif served and config.model.custom_jinja_template is None and not unreadable:
+        yield from _template_faults(directory, path)
+    images = config.engine.kind is not EngineKind.DOUBLE and _takes_images(config)
+    if images and not any((directory / name).is_file() for name in _IMAGE_FILES):
+        yield f"{lacks} image processor ({', '.join(_IMAGE_FILES)}): {DOWNLOAD}"
+
+
+def _describes_tokenizer(file: Path) -> bool:
+    return not file.is_file() or isinstance(read_object(file).get("model"), Mapping)
+
+
+def _without_tokenizer(directory: Path) -> str:
+    if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "tekken.json")):
+        return "convert what is there, AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of Transformers does"
+    return DOWNLOAD
+
+
+def _template_faults(directory: Path, path: str) -> Iterator[str]:
+    try:
+        template = find_chat_template(directory)
+    except StartupError as error:
+        yield f"the model directory {path} {error.message}"
+        return
+    if template is None:
+        yield (
+            f"the model directory {path} has no chat template, neither chat_template.jinja nor chat_template in "
+            "tokenizer_config.json: download the complete model, give one with --custom-jinja-template FILE, or serve "
+            "--endpoint-types completions only"
+        )
+        return
+    fault = template_fault(template.text)
+    if fault is not None:
+        yield f"{template.file} of the model directory {path} {fault}"
+
+
+def _serves_chat(config: WorkerConfig) -> bool:
+    return config.role in (Role.AGGREGATED, Role.DECODE) and "chat" in config.runtime.endpoint_types
+
+
+def _takes_images(config: WorkerConfig) -> bool:
+    return config.model.modality is Modality.MULTIMODAL and config.role is not Role.DECODE
