@@ -1,7 +1,7 @@
 """Undoing the content encodings of an HTTP body (RFC 9110, 8.4), within the byte limit at every step.
 
-We ask for none, and hosts that store compressed files send them all the same, some compressed twice. zstd and brotli are undone
-where this Python has the libraries for them.
+We ask for none, and hosts that store compressed files send them all the same, some compressed twice. zstd and
+brotli are undone where this Python has the libraries for them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def larger_than(max_bytes: int) -> str:
 
 
 async def inflate(body: Body, max_bytes: int) -> bytes:
-    """The content of `body`. Raises `FetchError` for an encoding that is unknown or damaged, and over `max_bytes`."""
+    """The content of `body`. Raises `FetchError` for an encoding that is unknown or damaged, and over
+    `max_bytes`.
+    """
     names = [name for value in body.encodings for part in value.split(",") if (name := part.strip().lower())]
     steps = [name for name in names if name != "identity"]
     if not steps:
@@ -49,7 +51,9 @@ async def inflate(body: Body, max_bytes: int) -> bytes:
         raise FetchError("the image host compresses the image too many times over")
     unknown = next((name for name in steps if name not in _INFLATERS), None)
     if unknown is not None:
-        raise FetchError(f"the image host sends it in the content encoding {_shown(unknown)}, which is not accepted")
+        raise FetchError(
+            f"the image host sends it in the content encoding {_shown(unknown)}, which is not accepted"
+        )
     return await run_blocking(_inflate_all, body.data, steps, max_bytes)
 
 
@@ -72,7 +76,9 @@ def _inflate_all(data: bytes, steps: Sequence[str], max_bytes: int) -> bytes:
 
 
 def _gunzip(data: bytes, limit: int) -> bytes:
-    """All members of a gzip file (RFC 1952); what follows the last one and is no member is ignored, as gzip does."""
+    """All members of a gzip file (RFC 1952); what follows the last one and is no member is ignored, as gzip
+    does.
+    """
     pieces: list[bytes] = []
     while limit > 0 and (not pieces or data.startswith(b"\x1f\x8b")):
         piece, data = _run_zlib(data, limit, _GZIP_OR_ZLIB)
@@ -90,7 +96,9 @@ def _undeflate(data: bytes, limit: int) -> bytes:
 
 
 def _run_zlib(data: bytes, limit: int, window_bits: int) -> tuple[bytes, bytes]:
-    """At most `limit` bytes, and what follows the stream. Raises `zlib.error`, also for a stream that ends too early."""
+    """At most `limit` bytes, and what follows the stream. Raises `zlib.error`, also for a stream that ends
+    too early.
+    """
     stream = zlib.decompressobj(window_bits)
     out = stream.decompress(data, limit)
     if not stream.eof and len(out) < limit:
@@ -124,7 +132,10 @@ def _unbrotli(data: bytes, limit: int) -> bytes:
 def _optional() -> dict[str, Callable[[bytes, int], bytes]]:
     """The encodings whose library is installed, in a release that can stop at a limit."""
     found: dict[str, Callable[[bytes, int], bytes]] = {}
-    for name, undo, probe in (("zstd", _unzstd, b"\x28\xb5\x2f\xfd\x20\x01\x09\x00\x00x"), ("br", _unbrotli, b"\x06")):
+    for name, undo, probe in (
+        ("zstd", _unzstd, b"\x28\xb5\x2f\xfd\x20\x01\x09\x00\x00x"),
+        ("br", _unbrotli, b"\x06"),
+    ):
         try:
             undo(probe, 1)
         except Exception:

@@ -1,7 +1,8 @@
 """Looking up host names, in threads and within a deadline of their own.
 
-A silent name server holds a thread of the system's resolver for many seconds, and nothing can end that. So look-ups share no
-pool with other work, there are more threads than downloads, and callers that ask for one name at a time share one look-up.
+A silent name server holds a thread of the system's resolver for many seconds, and nothing can end that. So
+look-ups share no pool with other work, there are more threads than downloads, and callers that ask for one
+name at a time share one look-up.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from dynamo.trtllm.errors import Overloaded
 LOOKUP_TIMEOUT_S = 5.0
 """As long as glibc waits for one answer of a name server, by default."""
 MAX_LOOKUPS = 128
-"""Threads, made when they are needed: twice `MediaConfig.max_fetches`, since a look-up outlives the caller that gave up."""
+"""Threads, made when they are needed: twice `MediaConfig.max_fetches`, since a look-up outlives the caller
+that gave up.
+"""
 
 AddressInfo: TypeAlias = tuple[Any, ...]
 """One answer of `socket.getaddrinfo`."""
@@ -56,7 +59,9 @@ class Lookups:
         self._under_way: dict[_Key, _Lookup] = {}
 
     async def find(self, host: str, port: int, family: int = socket.AF_UNSPEC) -> list[AddressInfo]:
-        """As `socket.getaddrinfo`. Raises `OSError`, `NameTimeout`, and `Overloaded` when no thread came free in time."""
+        """As `socket.getaddrinfo`. Raises `OSError`, `NameTimeout`, and `Overloaded` when no thread came free
+        in time.
+        """
         key = (host, port, int(family))
         lookup = self._under_way.get(key) or self._begin(key)
         lookup.waiting += 1

@@ -1,7 +1,8 @@
-"""A URL as it goes over the wire: byte for byte what was given, and only what no URL may hold percent-encoded (RFC 3986).
+"""A URL as it goes over the wire: byte for byte what was given, and only what no URL may hold percent-encoded
+(RFC 3986).
 
-Signed addresses are signed over these bytes, so `%27` must not become `'`, nor `%2F` a slash. The host alone is normalised:
-it decides where the request goes, and every way to write it means the same.
+Signed addresses are signed over these bytes, so `%27` must not become `'`, nor `%2F` a slash. The host alone
+is normalised: it decides where the request goes, and every way to write it means the same.
 """
 
 from __future__ import annotations
