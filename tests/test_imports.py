@@ -20,11 +20,12 @@ NAME = "dynamo.trtllm"
 
 NEED_TRANSFORMERS = {
     f"{NAME}.engines.transformers.{name}"
-    for name in ("attention", "encoder", "engine", "loading", "runner", "scheduler", "verify", "worker")
+    for name in ("attention", "batch", "graphs", "encoder", "engine", "loading", "runner", "scheduler", "verify", "worker")
 }
 NEED_TORCH = {
     *NEED_TRANSFORMERS,
-    *(f"{NAME}.engines.transformers.{name}" for name in ("cache", "sampling", "sequence", "state")),
+    *(f"{NAME}.engines.transformers.{name}" for name in ("cache", "sampling", "sequence", "state", "fusion")),
+    *(f"{NAME}.engines.transformers.{name}" for name in ("rows", "static_cache", "device_sampling")),
     *(f"{NAME}.demo.{name}" for name in ("batches", "evaluation", "forward", "train")),
     *(f"{NAME}.transfer.{name}" for name in ("board", "layout", "reader", "sender")),
 }

@@ -155,13 +155,20 @@ def test_engine_arguments_that_cannot_be_kept_end_the_start(args: dict[str, Any]
 
 
 def test_arguments_of_other_engines_are_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    args = {"backend": "pytorch", "max_batch_size": 3, "cuda_graph_config": {}, "kv_cache_config": {"enable_block_reuse": True}}
+    args: dict[str, Any] = {"backend": "pytorch", "max_batch_size": 3, "cuda_graph_config": {"enable_padding": True}}
+    args |= {"guided_decoding_backend": "xgrammar", "kv_cache_config": {"enable_block_reuse": True}}
     with caplog.at_level(logging.INFO):
         options = parse_options({**args, "tensor_parallel_size": 1, "max_seq_len": None})
     assert options.max_batch_size == 3
     assert options.max_seq_len is None
     (line,) = [r.getMessage() for r in caplog.records]
-    assert line.endswith("cuda_graph_config, kv_cache_config.enable_block_reuse")
+    assert line.endswith("guided_decoding_backend, kv_cache_config.enable_block_reuse, cuda_graph_config.enable_padding")
+
+
+def test_cuda_graphs_are_asked_for_unless_their_section_is_null() -> None:
+    assert parse_options({}).cuda_graphs
+    assert parse_options({"cuda_graph_config": {}}).cuda_graphs
+    assert not parse_options({"cuda_graph_config": None}).cuda_graphs
 
 
 @pytest.mark.asyncio

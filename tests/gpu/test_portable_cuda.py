@@ -22,6 +22,7 @@ from dynamo.trtllm.engines.port import (
     PlacedMedia,
     Prompt,
 )
+from dynamo.trtllm.engines.transformers.graphs import Recorder
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from engines.contract import Output, add, generate, request, split
 
@@ -40,13 +41,13 @@ def exact_float32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-async def started(device: str) -> tuple[Engine, EngineInfo]:
+async def started(device: str, **args: Any) -> tuple[Engine, EngineInfo]:
     config = EngineConfig(
         kind=EngineKind.TRANSFORMERS,
         model_path=str(DEMO_DIRECTORY),
         modality=Modality.MULTIMODAL,
         device=device,
-        args={"dtype": "float32"},
+        args={"dtype": "float32", **args},
     )
     engine = create_engine(config)
     return engine, await engine.start()
@@ -147,3 +148,44 @@ async def test_prefill_on_one_device_continues_on_the_other() -> None:
     finally:
         await gpu.close()
         await cpu.close()
+
+
+@pytest.mark.asyncio
+async def test_cuda_graphs_give_every_kind_of_request_the_tokens_of_plain_decoding_and_of_the_cpu() -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.8, "seed": 4, "top_p": 0.9, "top_k": 50, "logprobs": 3},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_tokens": 8},
+        {"temperature": 1.5, "seed": 5, "min_p": 0.05, "presence_penalty": 0.5},
+    ]
+    found: dict[str, list[list[int]]] = {}
+    for name, device, args in (
+        ("cuda graphs", "cuda", {}),
+        ("eager", "cuda", {"cuda_graph_config": None}),
+        ("cpu", "cpu", {}),
+    ):
+        engine, info = await started(device, **args)
+        assert info.extras["decoding"] == ("eager" if name == "cpu" else name)
+        encoded = await engine.encode([DecodedImage(str(seed), draw(seed).image) for seed in SEEDS])
+        asked = [prompt(info, [each], ignore_eos=True, **kinds[i % 5]) for i, each in enumerate(encoded)]
+        outputs = await asyncio.gather(*(generate(engine, each) for each in asked))
+        # Once more, now that every shape of the batch has been recorded.
+        again = await asyncio.gather(*(generate(engine, each) for each in asked))
+        assert [o.token_ids for o in again] == [o.token_ids for o in outputs]
+        found[name] = [o.token_ids for o in outputs]
+        await engine.close()
+    assert found["cuda graphs"] == found["eager"] == found["cpu"]
+
+
+def test_a_recorded_step_is_replayed_and_the_oldest_record_goes_first() -> None:
+    recorder, counter = Recorder(records=True, most=2), torch.zeros((), device="cuda")
+    for key, times in (("a", 3), ("b", 1), ("a", 1), ("c", 1), ("b", 1)):
+        for _ in range(times):
+            recorder.run(key, lambda: counter.add_(1))
+        assert len(recorder) <= 2
+    assert float(counter) == 7
+    recorder.clear()
+    assert len(recorder) == 0
+    recorder.run("a", lambda: counter.add_(1))
+    assert float(counter) == 8

@@ -25,15 +25,18 @@ from dynamo.trtllm.engines.port import (
     Step,
     Usage,
 )
+from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
+from dynamo.trtllm.engines.transformers.graphs import GraphBatch
 from dynamo.trtllm.engines.transformers.loading import LoadedModel, load_model
 from dynamo.trtllm.engines.transformers.options import EngineOptions, parse_options
+from dynamo.trtllm.engines.transformers.runner import ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import make_choice
 from dynamo.trtllm.engines.transformers.scheduler import Scheduler
 from dynamo.trtllm.engines.transformers.sequence import ImageSpan, Stage
 from dynamo.trtllm.engines.transformers.sequence import Sequence as EngineSequence
 from dynamo.trtllm.engines.transformers.state import unpack_state
-from dynamo.trtllm.engines.transformers.verify import verify
+from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, PartFault
 from dynamo.trtllm.model_files import resolve_model
@@ -52,6 +55,7 @@ class TransformersEngine(Engine):
         self._worker: Worker | None = None
         self._context_length = 0
         self._total_blocks = 0
+        self._decoding = "eager"
         self._preparing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="image")
 
     async def start(self) -> EngineInfo:
@@ -70,8 +74,13 @@ class TransformersEngine(Engine):
             self._encoder = ImageEncoder(loaded, loaded.family, loaded.image)
             threads = torch.get_num_threads()
             self._preparing.submit(torch.set_num_threads, threads)
+        runner = ModelRunner(loaded, self._options.max_batch_size)
+        batch: Batch = EagerBatch(runner, self._options.max_batch_size)
+        if decodes_in_graphs(loaded, self._options):
+            batch = GraphBatch(runner, self._options.max_batch_size, loaded.kv_tokens)
+            self._decoding = "cuda graphs"
         self._loaded = loaded
-        return Scheduler(loaded, self._options, self._total_blocks), self._encoder
+        return Scheduler(runner, batch, self._options, self._total_blocks), self._encoder
 
     def _info(self) -> EngineInfo:
         loaded, options = self._require_loaded(), self._options
@@ -89,6 +98,7 @@ class TransformersEngine(Engine):
                 "family": loaded.family.name if loaded.family else "text",
                 "device": str(loaded.device),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
+                "decoding": self._decoding,
                 "torch_threads": torch.get_num_threads(),
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,

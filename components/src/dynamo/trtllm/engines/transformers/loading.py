@@ -19,6 +19,7 @@ from dynamo.trtllm.config import EngineConfig, Modality
 from dynamo.trtllm.engines.transformers.attention import ATTENTION_NAME, register
 from dynamo.trtllm.engines.transformers.cache import CacheShape
 from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, ImageTokens, supported_names
+from dynamo.trtllm.engines.transformers.fusion import fuse
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.errors import StartupError
 
@@ -85,6 +86,8 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
     decoder = model.base_model.language_model if family else None
     shape, layer_types = _cache_shape(model, text_config, architecture)
     text_model = model if decoder is None else decoder
+    if device.type == "cuda":
+        fuse(text_model)
     stock_attention = str(text_model.config._attn_implementation)
     text_model.set_attn_implementation(ATTENTION_NAME)
     with_images = family is not None and config.modality is Modality.MULTIMODAL

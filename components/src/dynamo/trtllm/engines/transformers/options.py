@@ -35,13 +35,16 @@ class EngineOptions:
     memory_fraction: float | None = None
     dtype: str = "auto"
     chunked_prefill: bool = True
+    cuda_graphs: bool = True
+    """Decode as CUDA graphs where device and model allow it."""
 
 
 def parse_options(args: Mapping[str, Any]) -> EngineOptions:
     """The options in `args`. Raises `StartupError` for bad values; keys of other engines are named in the log and ignored."""
     for dotted, value, wanted in find_wrong(args):
         raise StartupError(f"{dotted} must be {wanted}, not {show(value)}")
-    args = {key: value for key, value in args.items() if value is not None}
+    graphs = args.get("cuda_graph_config", {})
+    args = {key: value for key, value in args.items() if value is not None and key != "cuda_graph_config"}
     for key in _PARALLEL:
         if args.pop(key, 1) != 1:
             raise StartupError(f"{key} must be 1 for the portable engine: it runs on one device; use --engine tensorrt_llm")
@@ -49,7 +52,9 @@ def parse_options(args: Mapping[str, Any]) -> EngineOptions:
     options: dict[str, Any] = {key: args.pop(key) for key in _SAME_NAME if key in args}
     options |= {ours: kv_cache.pop(theirs) for theirs, ours in _OF_THE_CACHE.items() if theirs in kv_cache}
     options["chunked_prefill"] = args.pop("enable_chunked_prefill", True)
+    options["cuda_graphs"] = graphs is not None
     ignored = sorted(set(args) - {"backend", "model"}) + [f"kv_cache_config.{key}" for key in sorted(kv_cache)]
+    ignored += [f"cuda_graph_config.{key}" for key in sorted(graphs or {})]
     if ignored:
         logger.info("engine arguments that the portable engine ignores: %s", ", ".join(ignored))
     return EngineOptions(**options)

@@ -12,6 +12,8 @@ from dynamo.trtllm.engines.transformers.cache import BatchCache, PromptCache
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.engines.transformers.sequence import ImageSpan, Sequence
 
+Masks = tuple[torch.Tensor | None, torch.Tensor | None]
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -36,9 +38,15 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, max_rows: int) -> None:
         self._loaded = loaded
         self._head = loaded.model.get_output_embeddings() if loaded.decoder is not None else None
-        self._shape = loaded.cache_shape
         self._device = loaded.device
-        self.batch = BatchCache(self._shape, max_rows)
+        self.shape = loaded.cache_shape
+        self.vocabulary = loaded.logits
+        """Tokens that can be chosen: the width of all logits."""
+        self.batch = BatchCache(self.shape, max_rows)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def prepare(self, sequence: Sequence) -> None:
         """Lay out a prompt's images: which tokens take features, which see one another, and the positions."""
@@ -89,12 +97,25 @@ class ModelRunner:
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for every row of the batch; `tokens` and `positions` are [rows, 1]. Returns logits [rows, vocabulary]."""
         masks = self.batch.begin_step()
-        logits = self._forward(self._loaded.embed(tokens), positions, masks, self.batch, None, {})
+        logits = self.next_logits(tokens, positions, masks, self.batch)
         self.batch.end_step()
         return logits
 
+    def next_logits(self, tokens: torch.Tensor, positions: torch.Tensor, masks: Masks, cache: Any) -> torch.Tensor:
+        """Logits [rows, vocabulary] after one more token per row, `tokens` and `positions` being [rows, 1].
+
+        Keys and values go into `cache`; `masks` are those of full and of sliding layers.
+        """
+        return self._forward(self._loaded.embed(tokens), positions, masks, cache, None, {})
+
     def _forward(
-        self, embeds: torch.Tensor, positions: torch.Tensor, masks: Any, cache: Any, last: list[int] | None, extra: dict[str, Any]
+        self,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        masks: Masks,
+        cache: Any,
+        last: list[int] | None,
+        extra: dict[str, Any],
     ) -> torch.Tensor:
         """Logits at column `last[row]` of each row, or at the only column."""
         inputs = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": self._mask(masks), "cache": cache}
@@ -111,18 +132,18 @@ class ModelRunner:
         logits = self._loaded.model(**inputs, use_cache=True, logits_to_keep=kept).logits
         return logits[list(range(len(last))), [columns.index(at) for at in last]]
 
-    def _mask(self, masks: tuple[torch.Tensor | None, torch.Tensor | None]) -> Any:
+    def _mask(self, masks: Masks) -> Any:
         full, sliding = masks
         if len(self._loaded.layer_types) > 1:
             return {"full_attention": full, "sliding_attention": sliding}
-        return sliding if self._shape.sliding[0] else full
+        return sliding if self.shape.sliding[0] else full
 
     def _prompt_cache(self, chunks: Items[Chunk]) -> PromptCache:
         if len(chunks) > 1 or chunks[0].is_whole:
-            return PromptCache(self._shape, len(chunks), max(len(c.sequence.prompt_ids) for c in chunks))
+            return PromptCache(self.shape, len(chunks), max(len(c.sequence.prompt_ids) for c in chunks))
         sequence = chunks[0].sequence
         if sequence.cache is None:
-            sequence.cache = PromptCache(self._shape, 1, len(sequence.prompt_ids))
+            sequence.cache = PromptCache(self.shape, 1, len(sequence.prompt_ids))
         return sequence.cache  # type: ignore[no-any-return]
 
     def _embed(self, ids: torch.Tensor, chunks: Items[Chunk]) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -181,33 +181,45 @@ def _adjust(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[i
 
 
 def _draw(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> torch.Tensor:
-    """One token per row by inversion: the first token, in order of ids, at which the summed probability passes the row's draw."""
+    """One token per row, by what `choices` ask for."""
     device = logits.device
     temperatures = torch.tensor([c.temperature for c in choices], device=device, dtype=torch.float32)[:, None]
     logits = logits / temperatures.clamp_min(1e-5)
     if any(c.top_k or c.top_p < 1.0 for c in choices):
-        logits = _keep_likeliest(logits, choices)
-    probabilities = torch.softmax(logits, -1, dtype=torch.float64)
+        top_k = torch.tensor([c.top_k or logits.shape[1] for c in choices], device=device)[:, None]
+        top_p = torch.tensor([c.top_p for c in choices], device=device, dtype=torch.float32)[:, None]
+        logits = keep_likeliest(logits, top_k, top_p)
+    shares = None
     if any(c.min_p > 0.0 for c in choices):
         shares = torch.tensor([c.min_p for c in choices], device=device, dtype=torch.float64)[:, None]
-        floor = shares * probabilities.amax(-1, keepdim=True)
-        probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
     draws = [uniform(c.seed, i) for c, i in zip(choices, indices, strict=True)]
+    return draw(logits, shares, torch.tensor(draws, device=device, dtype=torch.float64)[:, None])
+
+
+def draw(logits: torch.Tensor, min_p: torch.Tensor | None, draws: torch.Tensor) -> torch.Tensor:
+    """One token per row by inversion: the first token, in order of ids, at which the summed probability passes the row's draw.
+
+    `logits` [rows, vocabulary]; `min_p` and `draws` [rows, 1] float64. Returns [rows] int64.
+    """
+    probabilities = torch.softmax(logits, -1, dtype=torch.float64)
+    if min_p is not None:
+        floor = min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < floor, 0.0)
     summed = probabilities.cumsum(-1)
-    targets = torch.tensor(draws, device=device, dtype=torch.float64)[:, None] * summed[:, -1:]
-    tokens = torch.searchsorted(summed, targets, right=True)[:, 0]
+    tokens = torch.searchsorted(summed, draws * summed[:, -1:], right=True)[:, 0]
     likeliest = probabilities.argmax(-1)
     return torch.where(tokens < logits.shape[1], tokens, likeliest)
 
 
-def _keep_likeliest(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-    """Mask what top-k and top-p leave out. The likeliest token always stays; equal logits count by order of ids."""
+def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Mask what top-k and top-p leave out. The likeliest token always stays; equal logits count by order of ids.
+
+    `logits` [rows, vocabulary] float32; `top_k` [rows, 1] int64, the vocabulary for no limit; `top_p` [rows, 1] float32.
+    """
     vocabulary = logits.shape[1]
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     ranks = torch.arange(vocabulary, device=logits.device)
-    top_k = torch.tensor([c.top_k or vocabulary for c in choices], device=logits.device)[:, None]
     ordered = ordered.masked_fill(ranks >= top_k, -math.inf)
-    top_p = torch.tensor([c.top_p for c in choices], device=logits.device, dtype=torch.float32)[:, None]
     probabilities = torch.softmax(ordered, -1)
     before = probabilities.cumsum(-1) - probabilities
     dropped = (before >= top_p) & (top_p < 1.0) & (ranks > 0)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
 
-from dynamo.trtllm.engines.port import EngineState, Prefilled, Step, StepLogprobs
-from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.engines.port import EngineState, Prefilled, Step
+from dynamo.trtllm.engines.transformers.batch import Batch
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import Sampled, sample_apart
@@ -33,16 +32,12 @@ _MAX_PREFILL_ROWS = 32
 class Scheduler:
     """All sequences of the engine. Owned by the engine's thread; `events` are taken by the worker after each phase."""
 
-    def __init__(self, loaded: LoadedModel, options: EngineOptions, total_blocks: int) -> None:
-        self._runner = ModelRunner(loaded, options.max_batch_size)
+    def __init__(self, runner: ModelRunner, batch: Batch, options: EngineOptions, total_blocks: int) -> None:
+        self._runner = runner
+        self._batch = batch
         self._options = options
-        self._vocabulary, self._device = loaded.logits, loaded.device
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._all_plain = True
-        self._tokens = torch.zeros(options.max_batch_size, 1, dtype=torch.long, device=self._device)
-        self._positions = torch.zeros(options.max_batch_size, 1, dtype=torch.long, device=self._device)
         self.events: list[tuple[Any, Any]] = []
         self.total_blocks = total_blocks
         self.generated_tokens = 0
@@ -50,12 +45,12 @@ class Scheduler:
 
     @property
     def active(self) -> int:
-        return len(self._running) + len(self._prefilling)
+        return len(self._batch.sequences) + len(self._prefilling)
 
     @property
     def used_blocks(self) -> int:
         """Blocks that are set aside, padding included. Safe to read from another thread."""
-        return _blocks((*self._prefilling, *self._running))
+        return _blocks((*self._prefilling, *self._batch.sequences))
 
     @property
     def waiting(self) -> int:
@@ -63,10 +58,10 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._prefilling or self._waiting)
+        return bool(self._batch.sequences or self._prefilling or self._waiting)
 
     def sequences(self) -> list[Sequence]:
-        return [*self._waiting, *self._prefilling, *self._running]
+        return [*self._waiting, *self._prefilling, *self._batch.sequences]
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -99,41 +94,29 @@ class Scheduler:
         self._account(chunks, logits)
 
     def decode_step(self) -> None:
-        """One token for every running request. An exception leaves the batch unusable: the engine is dead."""
-        rows = len(self._running)
-        if not rows:
+        """Hand on what the batch chose for its requests. An exception leaves it unusable: the engine is dead."""
+        if not self._batch.sequences:
             return
-        logits = self._runner.decode(self._tokens[:rows], self._positions[:rows])
-        self._positions[:rows] += 1
-        logprobs: list[StepLogprobs | None] | None = None
-        failed: Mapping[int, Exception] = {}
-        if self._all_plain:
-            tokens = logits.argmax(-1)
-        else:
-            tokens, logprobs, failed = self._sample(logits, self._running)
-        self._tokens[:rows, 0] = tokens
-        self.generated_tokens += rows - len(failed)
-        ended = []
-        for row, token in enumerate(tokens.tolist()):
-            sequence = self._running[row]
-            if row in failed:
-                self._report(sequence, failed[row])
-                ended.append(sequence)
+        for sequence, token, logprobs, error in self._batch.step():
+            if sequence.finished:
                 continue
-            step = sequence.take(token, None if logprobs is None else logprobs[row])
+            if error is not None:
+                self._report(sequence, error)
+                self._leave(sequence, spoilt=True)
+                continue
+            self.generated_tokens += 1
+            step = sequence.take(token, logprobs)
             self.events.append((sequence.sink, step))
             if step.finish is not None:
-                ended.append(sequence)
-        for sequence in ended:
-            self._leave(sequence)
+                self._leave(sequence)
 
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            rows = len(self._running) + sum(s.stage is not Stage.PREFILL for s in self._prefilling)
+            rows = len(self._batch.sequences) + sum(s.stage is not Stage.PREFILL for s in self._prefilling)
             if sequence.stage is not Stage.PREFILL and rows >= self._options.max_batch_size:
                 return
-            if _blocks((sequence, *self._prefilling, *self._running)) > self.total_blocks:
+            if _blocks((sequence, *self._prefilling, *self._batch.sequences)) > self.total_blocks:
                 return
             self._waiting.popleft()
             try:
@@ -148,8 +131,8 @@ class Scheduler:
     def _attach(self, sequence: Sequence) -> None:
         """Take over a request whose context stage ran elsewhere."""
         first = sequence.last_token
-        sequence.choice.begin((*sequence.prompt_ids, first), self._vocabulary, self._device)
-        self._join(sequence)
+        sequence.choice.begin((*sequence.prompt_ids, first), self._runner.vocabulary, self._runner.device)
+        self._batch.join(sequence)
 
     def _next_chunks(self) -> list[Chunk]:
         if not self._prefilling:
@@ -204,7 +187,7 @@ class Scheduler:
         """The prompt is computed: get ready to choose tokens. False: that failed, and the request with it."""
         self._prefilling.remove(sequence)
         try:
-            sequence.choice.begin(sequence.prompt_ids, self._vocabulary, self._device)
+            sequence.choice.begin(sequence.prompt_ids, self._runner.vocabulary, self._runner.device)
         except Exception as error:
             self._fail(sequence, error)
             return False
@@ -220,7 +203,7 @@ class Scheduler:
         if step.finish is not None:
             self._free(sequence)
             return
-        self._join(sequence)
+        self._batch.join(sequence)
 
     def _state(self, sequence: Sequence) -> EngineState:
         assert sequence.keys is not None
@@ -230,28 +213,8 @@ class Scheduler:
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> Sampled:
         return sample_apart(logits, [s.choice for s in sequences], [s.output for s in sequences])
 
-    def _join(self, sequence: Sequence) -> None:
-        assert sequence.keys is not None
-        assert sequence.values is not None
-        position = len(sequence.prompt_ids) + sequence.output - 1 + sequence.rope_delta
-        row = self._runner.batch.join(sequence.keys, sequence.values)
-        sequence.row = row
-        sequence.keys = sequence.values = None
-        self._running.append(sequence)
-        self._tokens[row, 0] = sequence.last_token
-        self._positions[row, 0] = position
-        self._all_plain = self._all_plain and sequence.choice.is_plain
-
-    def _leave(self, sequence: Sequence) -> None:
-        row, last = sequence.row, self._running[-1]
-        self._runner.batch.leave(row)
-        self._tokens[row] = self._tokens[last.row]
-        self._positions[row] = self._positions[last.row]
-        self._running[row] = last
-        last.row = row
-        self._running.pop()
-        sequence.row = -1
-        self._all_plain = all(s.choice.is_plain for s in self._running)
+    def _leave(self, sequence: Sequence, spoilt: bool = False) -> None:
+        self._batch.leave(sequence, spoilt)
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:

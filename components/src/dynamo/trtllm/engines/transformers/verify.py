@@ -6,16 +6,25 @@ with those of one forward over each whole text. A model whose forward the engine
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import torch
 
 from dynamo.trtllm.engines.transformers.attention import ATTENTION_NAME
+from dynamo.trtllm.engines.transformers.graphs import GraphBatch
 from dynamo.trtllm.engines.transformers.loading import LoadedModel, unsupported
+from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import Choice
 from dynamo.trtllm.engines.transformers.sequence import Sequence, Stage
+from dynamo.trtllm.engines.transformers.static_cache import StaticCache
+
+logger = logging.getLogger(__name__)
 
 _PROMPTS = ((3, 5, 8, 13, 21, 34), (4, 7, 11))
 _NEXT = (9, 12)
+_STEPS = 6
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -33,15 +42,10 @@ def _largest_difference(loaded: LoadedModel) -> float:
     """The largest difference of logits, relative to the largest logit."""
     runner = ModelRunner(loaded, 2)
     limit = loaded.vocabulary
-    prompts = [tuple(i % limit for i in ids) for ids in _PROMPTS]
-    sequences = [_sequence(ids) for ids in prompts]
+    sequences = _prompts(loaded)
+    prompts = [s.prompt_ids for s in sequences]
     ours = [runner.prefill([Chunk(s, 0, len(s.prompt_ids)) for s in sequences])]
-    for sequence in sequences:
-        assert sequence.keys is not None
-        assert sequence.values is not None
-        runner.batch.join(sequence.keys, sequence.values)
-    tokens = torch.tensor([[i % limit] for i in _NEXT], device=loaded.device)
-    ours.append(runner.decode(tokens, torch.tensor([[len(ids)] for ids in prompts], device=loaded.device)))
+    ours.append(runner.decode(*_decoded(loaded, runner.batch, sequences)))
     worst = 0.0
     text_model = loaded.model if loaded.decoder is None else loaded.decoder
     text_model.set_attn_implementation(loaded.stock_attention)
@@ -54,6 +58,58 @@ def _largest_difference(loaded: LoadedModel) -> float:
     return worst
 
 
+def decodes_in_graphs(loaded: LoadedModel, options: EngineOptions) -> bool:
+    """Whether this model decodes as CUDA graphs on its device: where that was asked for and does what plain decoding does."""
+    if loaded.device.type != "cuda" or not options.cuda_graphs:
+        return False
+    try:
+        proved = graphs_are_right(loaded)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
+        logger.warning("%s decodes one kernel after another: a CUDA graph of it failed", loaded.architecture, exc_info=error)
+        return False
+    if not proved:
+        logger.warning("%s decodes one kernel after another: a CUDA graph of it gave other tokens", loaded.architecture)
+    return proved
+
+
+def graphs_are_right(loaded: LoadedModel) -> bool:
+    """A step over the static cache gives the logits of a plain step, and recorded steps give the tokens of unrecorded ones."""
+    runner = ModelRunner(loaded, 2)
+    sequences = _prompts(loaded)
+    runner.prefill([Chunk(s, 0, len(s.prompt_ids)) for s in sequences])
+    lengths = torch.tensor([len(s.prompt_ids) for s in sequences], device=loaded.device)
+    cache = StaticCache(loaded.cache_shape, 2, 1024, lengths)
+    tokens, positions = _decoded(loaded, cache, sequences)
+    static = runner.next_logits(tokens, positions, cache.masks(), cache).float()
+    plain = runner.decode(*_decoded(loaded, runner.batch, sequences)).float()
+    difference = (static - plain).abs().max() / plain.abs().max().clamp_min(1e-6)
+    if not float(difference) <= _TOLERANCE.get(loaded.dtype, 1e-1):
+        return False
+    return _greedy(loaded, runner, records=True) == _greedy(loaded, runner, records=False)
+
+
+def _greedy(loaded: LoadedModel, runner: ModelRunner, records: bool) -> list[list[int]]:
+    """A few greedy tokens of both prompts from a batch that records its steps, or does not."""
+    sequences = _prompts(loaded)
+    runner.prefill([Chunk(s, 0, len(s.prompt_ids)) for s in sequences])
+    batch = GraphBatch(runner, 2, 1024, records=records)
+    for sequence in sequences:
+        batch.join(sequence)
+    return [[chosen.token for chosen in batch.step()] for _ in range(_STEPS)]
+
+
+def _decoded(loaded: LoadedModel, cache: Any, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put `sequences` into `cache`; returns the tokens of their next step and the positions, [rows, 1] each."""
+    for sequence in sequences:
+        cache.join(sequence.keys, sequence.values)
+    tokens = torch.tensor([[i % loaded.vocabulary] for i in _NEXT], device=loaded.device)
+    return tokens, torch.tensor([[len(s.prompt_ids)] for s in sequences], device=loaded.device)
+
+
+def _prompts(loaded: LoadedModel) -> list[Sequence]:
+    return [_sequence(tuple(i % loaded.vocabulary for i in ids)) for ids in _PROMPTS]
+
+
 def _sequence(ids: tuple[int, ...]) -> Sequence:
     choice = Choice(0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, None, (), 0)
-    return Sequence(Stage.GENERATE, ids, (), choice, 1, frozenset(), frozenset(), 0, None)
+    return Sequence(Stage.GENERATE, ids, (), choice, 1024, frozenset(), frozenset(), 0, None)
