@@ -44,7 +44,7 @@ def test_a_handoff_comes_back_as_it_was_written() -> None:
 
 
 def test_the_first_step_is_final_only_when_prefill_finished_the_request() -> None:
-    assert handoff(logprobs=LOGPROBS, cached_tokens=2).first_step() == Step((301,), LOGPROBS)
+    assert handoff(logprobs=LOGPROBS, cached_tokens=2).first_step() == Step((301,), LOGPROBS, usage=Usage(3, 1, 2))
     ended = Handoff.parse(through_json(handoff(finish="stop", stop_reason=301, first_token_ids=(), cached_tokens=2)), "prefill")
     assert ended.first_step() == Step((), None, "stop", 301, Usage(3, 0, 2))
 

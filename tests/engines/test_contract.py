@@ -15,7 +15,7 @@ from dynamo.trtllm.engines.factory import create_engine
 from dynamo.trtllm.engines.port import DecodedImage
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from engines.contract import Subject, generate, place, request, split
+from engines.contract import Subject, generate, place, request, split, steps_of
 
 TEXT_IDS = tuple(range(300, 312))
 
@@ -74,6 +74,18 @@ async def test_prefill_and_decode_give_what_generate_gives(subject: Subject, sam
     assert [p.chosen.token_id for p in halves.logprobs] == whole.token_ids
     for ours, theirs in zip(halves.logprobs, whole.logprobs, strict=True):
         assert ours.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=1e-4)
+
+
+@pytest.mark.asyncio
+async def test_the_first_step_says_the_usage_so_far_and_the_last_says_all_of_it(subject: Subject) -> None:
+    asked = request(subject.text_ids, max_tokens=6, ignore_eos=True)
+    steps = await steps_of(subject.engine.generate(asked))
+    first, last = steps[0].usage, steps[-1].usage
+    assert first is not None
+    assert last is not None
+    assert (first.prompt_tokens, first.completion_tokens) == (len(subject.text_ids), len(steps[0].token_ids))
+    assert (last.prompt_tokens, last.completion_tokens) == (first.prompt_tokens, 6)
+    assert all(step.usage is None for step in steps[1:-1])
 
 
 @pytest.mark.asyncio

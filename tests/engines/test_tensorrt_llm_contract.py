@@ -23,6 +23,7 @@ from engines.test_contract import (  # noqa: F401 - the suite runs here with thi
     test_logprobs_come_one_per_token_with_ranks_from_one,
     test_output_without_a_limit_ends_at_the_context_length,
     test_prefill_and_decode_give_what_generate_gives,
+    test_the_first_step_says_the_usage_so_far_and_the_last_says_all_of_it,
     test_usage_counts_the_prompt_and_the_output,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from dynamo.trtllm.demo.pictures import draw
 from processes.cluster import Answer, Cluster
 from processes.media import PictureServer, picture_server, png
-from processes.topologies import TOPOLOGIES, deploy
+from processes.topologies import TOPOLOGIES, Deployment, deploy
 
 QUESTION = "what is in the picture?"
 EMBEDDED_SEED = 77
@@ -116,6 +117,43 @@ def run(cluster: Cluster, asked: list[dict[str, Any]]) -> list[tuple[Outcome, Ou
         return list(pool.map(one, asked))
 
 
+def check_stop_strings(cluster: Cluster, deployment: Deployment, content: list[Any]) -> None:
+    """An answer that ends at a stop string is complete: its usage, wherever it is said, its count, and a log without a word."""
+    worker = deployment.workers[deployment.roles[-1]][0]
+    before, log = worker.metrics(), worker.text()
+    running = {"include_usage": True, "continuous_usage_stats": True}
+    whole = cluster.chat(content, max_tokens=32)
+    word = whole.text.split()[2]
+    stopped = cluster.chat(content, max_tokens=32, stop=["nowhere", word])
+    streamed = cluster.chat(content, max_tokens=32, stop=[word], stream=True, stream_options=running)
+    assert (stopped.text, stopped.finish_reason) == (whole.text.partition(word)[0], "stop")
+    assert (streamed.text, streamed.finish_reason) == (stopped.text, stopped.finish_reason)
+    assert stopped.usage["prompt_tokens"] == whole.usage["prompt_tokens"]
+    assert stopped.usage["prompt_tokens_details"] == whole.usage["prompt_tokens_details"]
+    assert streamed.usage == stopped.usage
+    said = [event["usage"] for event in streamed.events if event.get("usage")]
+    assert [usage["prompt_tokens"] for usage in said] == [whole.usage["prompt_tokens"]] * len(said)
+    assert [usage["completion_tokens"] for usage in said] == [*range(1, len(said)), stopped.usage["completion_tokens"]]
+    messages = cluster.post("/v1/messages", anthropic(word))
+    assert (messages.body["stop_reason"], messages.body["stop_sequence"]) == ("stop_sequence", word)
+    assert messages.body["usage"]["input_tokens"] == whole.usage["prompt_tokens"]
+    deltas = [e["usage"] for e in cluster.post("/v1/messages", {**anthropic(word), "stream": True}).events if e.get("usage")]
+    assert {usage["input_tokens"] for usage in deltas} == {whole.usage["prompt_tokens"]}
+    after = worker.metrics()
+    ended = {key: after[key] - before.get(key, 0) for key in after if "requests_total:" in key and after[key] != before.get(key)}
+    assert ended == {"dynamo_trtllm_requests_total:completed": 5}
+    new = worker.text()[len(log) :]
+    assert not [word for word in ("Traceback", "cancel", "WARN", "ERROR") if word in new], new
+
+
+def anthropic(stop: str) -> dict[str, Any]:
+    """The same question in Anthropic's words."""
+    data = base64.b64encode(png(draw(EMBEDDED_SEED))).decode()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    content = [image, {"type": "text", "text": QUESTION}]
+    return {"model": "demo", "max_tokens": 32, "stop_sequences": [stop], "messages": [{"role": "user", "content": content}]}
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("embeddings")
@@ -135,7 +173,7 @@ def embeddings(directory: Path) -> str:
 def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, Outcome]]]:
     """The outcomes of all requests by topology; also checks who fetched what."""
     found: dict[str, list[tuple[Outcome, Outcome]]] = {}
-    env = {"DYN_MM_ALLOW_INTERNAL": "1", "ALLOWED_LOCAL_MEDIA_PATH": str(directory)}
+    env = {"DYN_MM_ALLOW_INTERNAL": "1", "DYN_ENABLE_ANTHROPIC_API": "true", "ALLOWED_LOCAL_MEDIA_PATH": str(directory)}
     for name in TOPOLOGIES:
         with picture_server() as server, Cluster(env=env) as cluster:
             deployment = deploy(name, cluster)
@@ -148,6 +186,7 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
             pictured = cluster.chat([picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32)
             embedded = cluster.chat([picture(embeddings), text(QUESTION)], max_tokens=32)
             assert embedded.text == pictured.text
+            check_stop_strings(cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)])
             for worker in deployment.workers.get("decode", []):
                 assert "dynamo_trtllm_media_cache_entries" not in worker.metrics()
     return found

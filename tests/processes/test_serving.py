@@ -171,6 +171,26 @@ def test_metrics_count_requests_by_how_they_ended(cluster: Cluster, worker: Mana
     assert after["dynamo_trtllm_requests_total:refused"] == before.get("dynamo_trtllm_requests_total:refused", 0) + 1
 
 
+def test_a_request_that_is_refused_or_left_has_one_line_in_the_log_and_no_traceback(cluster: Cluster, worker: Managed) -> None:
+    log = worker.text()
+    assert [cluster.chat("hi", n=2, stream=stream).status for stream in (False, True)] == [400, 400]
+    key = "dynamo_trtllm_requests_total:cancelled"
+    before = worker.metrics().get(key, 0)
+    with open_stream(cluster, 100_000):
+        wait_until(lambda: worker.metrics()["dynamo_trtllm_requests_in_flight"] == 1, "the stream's start")
+    wait_until(lambda: worker.metrics().get(key, 0) == before + 1, "the end of the abandoned stream")
+    new = worker.text()[len(log) :]
+    assert "Traceback" not in new
+    assert "dynamo._core" not in new
+    ours = re.findall(r"request (\S+) (refused|cancelled): (.+)", re.sub(r"\x1b\[[0-9;]*m", "", new))
+    assert [outcome for _, outcome, _ in ours].count("cancelled") == 1
+    assert ("cancelled", "the client went away") in [(outcome, reason.strip()) for _, outcome, reason in ours]
+    refusals = [reason for _, outcome, reason in ours if outcome == "refused"]
+    assert len(refusals) == 2
+    assert all(reason.startswith("n must be 1") for reason in refusals)
+    assert len({name for name, _, _ in ours}) == len(ours)
+
+
 def test_the_pull_arm_serves_the_same_answers(cluster: Cluster, worker: Managed) -> None:
     pushed = cluster.chat("the same question", max_tokens=9)
     with Cluster() as other:
@@ -232,6 +252,7 @@ def test_one_failed_request_leaves_the_worker_serving() -> None:
         assert cluster.chat("hi", max_tokens=10, ignore_eos=True).status == 500
         assert cluster.chat("hi", max_tokens=5, ignore_eos=True).status == 200
         assert worker.alive()
+        assert worker.text().count("Traceback") == 1  # the fault's own
 
 
 def test_a_failed_start_is_one_sentence_and_not_a_traceback() -> None:

@@ -25,12 +25,14 @@ from dynamo.trtllm.errors import (
     ClientFault,
     EngineDead,
     EngineFault,
+    Overloaded,
     PeerTimeout,
     RequestCancelled,
     WorkerError,
     to_dynamo,
 )
 from dynamo.trtllm.response import Chunk, Output, to_chunk
+from dynamo.trtllm.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ LATE_MEMORY_S = 5.0
 """Dynamo's frontend sends a request whose deadline has passed once more, under its id and at once. For this long the repeat is
 refused without another wait, so that a client waits for one deadline of a worker and not for one per attempt.
 """
+STOPPED_READING = "the client stopped reading"
 _WATCH_INTERVAL_S = 0.05
 
 
@@ -156,7 +159,7 @@ class Outlet:
             before = self._progress
             await asyncio.wait({self._batch}, timeout=self._deadline_s)
             if not self._batch.done() and self._sending and self._progress == before:
-                raise StreamClosed("the client stopped reading")
+                raise StreamClosed(STOPPED_READING)
 
     def _send_all(self, batch: list[Chunk]) -> None:
         self._progress += 1
@@ -187,7 +190,8 @@ class Egress:
     """Drives a handler for every request, by push or by pull, and turns what it raises into Dynamo's exceptions.
 
     Shared by all requests: the counters, the watch and the sending threads. `on_dead` is called with the engine's error when a
-    request found the engine dead.
+    request found the engine dead, `on_told` with each exception for Dynamo whose request has its line in the log. `stops` ends
+    answers at stop strings; without it the frontend alone does.
     """
 
     def __init__(
@@ -197,11 +201,15 @@ class Egress:
         on_dead: Callable[[EngineDead], None],
         push: bool = True,
         stall_deadline_s: float = STALL_DEADLINE_S,
+        stops: StopStrings | None = None,
+        on_told: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._handler = handler
         self._push_enabled = push
         self._on_dead = on_dead
         self._stall_deadline_s = stall_deadline_s
+        self._stops = stops
+        self._on_told = on_told
         self._watch = CancelWatch()
         self._threads = ThreadPoolExecutor(SENDER_THREADS, thread_name_prefix="egress")
         self._idle = asyncio.Event()
@@ -250,7 +258,7 @@ class Egress:
         with _Accounted(self, context):
             self._watch.add(context)
             try:
-                async with aclosing(await self._handler.respond(request, context)) as outputs:
+                async with aclosing(await self._outputs(request, context)) as outputs:
                     # Every token passes here, so the loop is not in a coroutine of its own.
                     sent, push = 0, sender.send
                     async for output in outputs:
@@ -271,7 +279,7 @@ class Egress:
     async def _pull(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         # Each step may run in a task of its own, so there is no one task to cancel: a stopped context ends it between chunks.
         with _Accounted(self, context):
-            async with aclosing(await self._handler.respond(request, context)) as outputs:
+            async with aclosing(await self._outputs(request, context)) as outputs:
                 empty = True
                 async for output in outputs:
                     empty = False
@@ -279,6 +287,13 @@ class Egress:
                     if context.is_stopped():
                         raise RequestCancelled("the client went away")
             _require_output(empty)
+
+    async def _outputs(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
+        outputs = await self._handler.respond(request, context)
+        conditions = request.get("stop_conditions")
+        if self._stops is None or not conditions or not conditions.get("stop"):
+            return outputs
+        return await self._stops.watch(request, outputs)
 
     async def _send_rest(self, outputs: AsyncGenerator[Output, None], sender: Sender) -> None:
         outlet = Outlet(sender, self._threads, self._stall_deadline_s)
@@ -288,10 +303,12 @@ class Egress:
 
     def _begin(self, context: Context) -> None:
         """Count a request in, unless the worker takes no more or the request has had its time."""
-        if self._ended_by is not None:
-            raise to_dynamo(self._ended_by)
-        if self._late and self._is_late(context.id()):
-            raise to_dynamo(PeerTimeout("another worker did not answer in time"))
+        refusal = self._ended_by
+        if refusal is None and self._late and self._is_late(context.id()):
+            refusal = PeerTimeout("another worker did not answer in time")
+        if refusal is not None:
+            logger.info("request %s refused: %s", context.id(), refusal.message)
+            raise self._told(refusal)
         self.in_flight += 1
         self._idle.clear()
 
@@ -307,15 +324,24 @@ class Egress:
                 outcome = "cancelled"
                 if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and not context.is_stopped()):
                     return
-                raise to_dynamo(RequestCancelled("the client went away")) from None
+                reason = STOPPED_READING if str(error) == STOPPED_READING else "the client went away"
+                logger.info("request %s cancelled: %s", context.id(), reason)
+                raise self._told(RequestCancelled(reason)) from None
             elif isinstance(error, Exception):
                 outcome = self._report(error, context)
-                raise to_dynamo(error) from None  # logged above; Dynamo logs what it is given once more
+                raise self._told(error) from None
         finally:
             self.outcomes[outcome] += 1
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
+
+    def _told(self, error: Exception) -> BaseException:
+        """Dynamo's exception for `error`, which is in the log already: Dynamo prints what it is given once more."""
+        theirs = to_dynamo(error)
+        if self._on_told is not None:
+            self._on_told(theirs)
+        return theirs
 
     def _is_late(self, request_id: str) -> bool:
         """True for a request that just ran into a deadline here; forgets those of long ago."""
@@ -328,12 +354,13 @@ class Egress:
         if isinstance(error, ClientFault):
             logger.info("request %s refused: %s", context.id(), error.message)
             return "refused"
+        trace = _traceback_of(error)
         if isinstance(error, EngineDead):
+            trace = trace if self._ended_by is None else None  # of all that a dead engine ends, once
             self._on_dead(error)
         if isinstance(error, PeerTimeout):
             self._late[context.id()] = time.monotonic()
-        expected = isinstance(error, WorkerError)
-        logger.error("request %s failed: %s", context.id(), error, exc_info=None if expected and not error.__cause__ else error)
+        logger.error("request %s failed: %s", context.id(), error, exc_info=trace)
         return "failed"
 
 
@@ -351,6 +378,15 @@ class _Accounted:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._egress._end(error, self._context)
+
+
+def _traceback_of(error: Exception) -> BaseException | None:
+    """What to print of a failure's origin: nothing of those that say all by their message, as an expired deadline does."""
+    if isinstance(error, (PeerTimeout, Overloaded)):
+        return None
+    if isinstance(error, WorkerError) and not isinstance(error, (EngineFault, EngineDead)):
+        return error.__cause__
+    return error.__cause__ or error
 
 
 def _require_output(empty: bool) -> None:

@@ -73,11 +73,14 @@ async def serve(config: WorkerConfig) -> int:
     from dynamo.trtllm.model_files import resolve_model, with_default_template
     from dynamo.trtllm.request_handlers.handlers import create_handler
     from dynamo.trtllm.runtime import Service, connect
+    from dynamo.trtllm.stop_strings import StopStrings
+    from dynamo.trtllm.told import ToldErrors
 
     config = replace(config, engine=replace(config.engine, model_path=await resolve_model(config.model.path)))
     require_no_faults(config)  # once more: a model that was fetched just now could not be looked at before
     config = replace(config, model=with_default_template(config.model, config.engine.model_path))
     async with AsyncExitStack() as stack:
+        quiet = stack.enter_context(ToldErrors.on_stderr())
         engine = create_engine(config.engine)
         stack.push_async_callback(engine.close)
         info = await engine.start()
@@ -86,7 +89,13 @@ async def serve(config: WorkerConfig) -> int:
         handler = await create_handler(config, engine, info, runtime)
         stack.push_async_callback(handler.close)
         service = Service(runtime, config, engine, info)
-        egress = Egress(handler, push=config.runtime.push_egress, on_dead=service.engine_died)
+        egress = Egress(
+            handler,
+            push=config.runtime.push_egress,
+            on_dead=service.engine_died,
+            stops=StopStrings(config.engine.model_path),
+            on_told=quiet.hide,
+        )
         stack.callback(egress.close)
         metrics = WorkerMetrics(egress)
         metrics.add_source("engine", engine.stats)

@@ -61,8 +61,7 @@ class Handoff(Message):
 
     def first_step(self) -> Step:
         """Prefill's first token as the engine port's step; the final one when prefill finished the request."""
-        usage = self.usage() if self.finish is not None else None
-        return Step(self.first_token_ids, self.logprobs, self.finish, self.stop_reason, usage)
+        return Step(self.first_token_ids, self.logprobs, self.finish, self.stop_reason, self.usage())
 
     def usage(self) -> Usage:
         """Token counts of the context stage alone."""

@@ -70,7 +70,7 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
     media = _mapping(raw, "multi_modal_data")
     return Request(
         model=str(raw.get("model", "")),
-        token_ids=_prompt(raw.get("token_ids")),
+        token_ids=prompt_ids(raw.get("token_ids")),
         sampling=_sampling(raw),
         media=_media(media) if media else (),
         text=_optional(_string, extra, "formatted_prompt"),
@@ -88,6 +88,7 @@ def _sampling(raw: Mapping[str, Any]) -> Sampling:
     _refuse_unsupported(options)
     # Most requests set two or three of them, so what is looked up is the given options and not the possible ones.
     chosen = {name: _OPTIONS[name](name, value) for name, value in options.items() if value is not None and name in _OPTIONS}
+    _optional(_strings, stop, "stop")  # looked for in the answer, by `stop_strings`
     eos = frozenset(_optional(_token_ids, raw, "eos_token_ids") or _optional(_token_ids, stop, "stop_token_ids_hidden") or ())
     stops = (
         *(_optional(_token_ids, stop, "stop_token_ids") or ()),
@@ -145,8 +146,8 @@ def _media(raw: Mapping[str, Any]) -> tuple[MediaPart, ...]:
     return tuple(parts)
 
 
-def _prompt(raw: Any) -> tuple[int, ...]:
-    """Token ids as a list of ints, or packed as little-endian int32 (`DYN_TOKEN_IDS_AS_BYTES`)."""
+def prompt_ids(raw: Any) -> tuple[int, ...]:
+    """A prompt's token ids, which come as a list of ints, or packed as little-endian int32 (`DYN_TOKEN_IDS_AS_BYTES`)."""
     if isinstance(raw, (bytes, bytearray)) and raw:
         if len(raw) % 4:
             raise ClientFault("the prompt's packed token ids are not whole 32-bit numbers")

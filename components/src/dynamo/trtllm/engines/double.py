@@ -195,7 +195,7 @@ class DoubleEngine(Engine):
             key = _request_key(request) if state is None else int(state.meta["key"])
             for index in range(0 if state is None else 1, length):
                 await asyncio.sleep(delay)
-                if plain and index < last:  # the benchmark's path: nothing but a ready-made token
+                if plain and 0 < index < last:  # the benchmark's path: nothing but a ready-made token
                     self._generated += 1
                     yield steps[(key + index * 7) % span]
                     continue
@@ -224,7 +224,7 @@ class DoubleEngine(Engine):
             return Step((), None, reason, token if reason == "stop" else None, Usage(prompt_tokens, index))
         self._generated += 1
         finish: FinishReason | None = "length" if index == length - 1 else None
-        usage = Usage(prompt_tokens, index + 1) if finish else None
+        usage = Usage(prompt_tokens, index + 1) if finish or not index else None
         return Step((token,), self._logprobs(sampling, token), finish, None, usage)
 
     def _end_without_token(self, sampling: Sampling, key: int, index: int, token: int) -> FinishReason | None:

@@ -9,6 +9,7 @@ Contract, held by one test suite for every adapter (`tests/engines/test_contract
 * Sampling noise of output token i depends on (seed, i) only; penalties count the tokens of prompt and output alike.
 * Closing the iterator of `generate` or `decode`, or cancelling `prefill` or `encode`, aborts the request: its slot and KV cache
   blocks are free at the engine's next step. Closing twice, or after the end, does nothing.
+* The first step of `generate` says the usage so far: the prompt as it was expanded, and that step's tokens.
 * A stream ends with exactly one `Step` that has `finish` set, or with an exception from `errors`; nothing follows it.
 * The token that ended the request (end-of-sequence, or one of `stop_token_ids`) is neither in `token_ids` nor in the usage.
 * A request that the engine refuses raises `ClientFault` and leaves others untouched; `EngineFault` fails one request;
@@ -181,7 +182,7 @@ class Step(NamedTuple):
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
-    """Set together with `finish`."""
+    """Set together with `finish`, and in the first step of `generate`: the frontend counts on from there for usage as it runs."""
 
 
 Tokens = list[int]

@@ -90,7 +90,7 @@ def _reply(engine: str, prefilled: Prefilled, offers: list[Offer], seed: int | N
         meta=prefilled.state.meta if prefilled.state is not None else {},
         transfer=offers[0].descriptor if offers else None,
     )
-    usage = first.usage or handoff.usage()
+    usage = first.usage if first.usage is not None and first.finish is not None else handoff.usage()
     chunk = to_chunk(Step(first.token_ids, first.logprobs, first.finish or "length", first.stop_reason, usage))
     chunk["disaggregated_params"] = handoff.model_dump(mode="json")
     return chunk

@@ -73,9 +73,11 @@ class _Reader:
         self._lag: int | None = None
         """Tokens at the start that have no logprobs entry: decode of some releases has none for the first token."""
         self._simple = not self._late_stops and request.sampling.logprobs is None
-        self.plain = self._simple and sent == 0
-        """True: a step that is not the last needs no reading. Of a handed-over request the first step always is read."""
-        self.seen = self.plain
+        self._opens = sent == 0
+        """True until the first step, which says what the prompt counts; of a handed-over request prefill's does."""
+        self.plain = False
+        """True: a step that is not the last needs no reading. The first step always is read."""
+        self.seen = self._simple and sent == 0
         """True: the engine has made a step, as far as it matters for a handed-over request."""
         self.over = False
         """True: the engine is done with the request, so nothing is left to abort."""
@@ -91,7 +93,11 @@ class _Reader:
             self.over = True
             return self._last(output, sent)
         new = output.token_ids[sent:]
-        return Step(new, self._logprobs(output, new, sent)) if new else None
+        if not new:
+            self.plain = self._simple and not self._opens
+            return None
+        usage, self._opens = self._usage(len(new)) if self._opens else None, False
+        return Step(new, self._logprobs(output, new, sent), usage=usage)
 
     def _stopped(self, output: Any, sent: int, cut: int) -> Step:
         """The final step of a request that the adapter itself ends, before the stop token at index `cut`."""

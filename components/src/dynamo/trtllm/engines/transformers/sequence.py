@@ -81,7 +81,7 @@ class Sequence:
         self.choice.note(token)
         entries = None if logprobs is None else (logprobs,)
         if self.output < self.max_new_tokens:
-            return Step((token,), entries)
+            return Step((token,), entries) if self.output > 1 else Step((token,), entries, usage=Usage(len(self.prompt_ids), 1))
         self.finished = True
         return Step((token,), entries, "length", None, Usage(len(self.prompt_ids), self.output))
 
