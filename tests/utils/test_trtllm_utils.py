@@ -342,13 +342,6 @@ CONTRADICTIONS = [
         "--override-engine-args and --trtllm.max_batch_size exclude each other: write all overrides in one of the two ways",
     ),
     (
-        ["--encode-endpoint", "a.b.c"],
-        "--encode-endpoint is of no use to a text worker: remove it, or add --modality multimodal",
-    ),
-    (["--encode-fallback"], "--encode-fallback is of no use without --encode-endpoint: add that, or remove it"),
-    (["--peer-timeout", "3"], "--peer-timeout is of no use without --encode-endpoint: add that, or remove it"),
-    ([*ENCODE, "--modality", "text"], "an encode worker is multimodal, so --modality contradicts it: remove it"),
-    (
         ["--max-file-size-mb", "60", "--max-request-media-mb", "40"],
         "--max-request-media-mb is below --max-file-size-mb: raise it to at least 60",
     ),
@@ -385,22 +378,50 @@ USELESS = [
     (ENCODE, "--peer-timeout", "5", "an encode worker"),
     (ENCODE, "--kv-block-size", "5", "an encode worker"),
     (ENCODE, "--max-seq-len", "5", "an encode worker"),
-    (["--engine", "tensorrt_llm"], "--device", "cpu", "--engine tensorrt_llm"),
-    (["--engine", "double"], "--torch-threads", "1", "--engine double"),
+    ([], "--peer-timeout", "3", "a worker without --encode-endpoint"),
+    ([], "--encode-endpoint", "a.b.c", "a text worker"),
+    ([], "--transfer-pool-mb", "5", "an aggregated worker without --encode-endpoint"),
+    ([], "--transfer-ttl", "5", "an aggregated worker without --encode-endpoint"),
 ]
 
 
 @pytest.mark.parametrize(("role", "flag", "text", "who"), USELESS)
-def test_a_flag_that_the_role_or_engine_has_no_use_for_ends_the_start(role: list[str], flag: str, text: str, who: str) -> None:
-    sentence = refusal([*role, flag, text])
-    assert sentence.startswith(f"{who} has no use for {flag}")
-    assert sentence.endswith(": remove it")
+def test_a_flag_that_a_role_has_no_use_for_is_ignored_with_a_note_and_changes_nothing(
+    role: list[str], flag: str, text: str, who: str
+) -> None:
+    invocation = parse([*role, flag, text])
+    assert invocation.notes == (f"{who} has no use for {flag}, so it is ignored",)
+    before, after = parse(role).config, invocation.config
+    assert (after.peers, after.media, after.engine) == (before.peers, before.media, before.engine)
 
 
-@pytest.mark.parametrize("words", [["--transfer-pool-mb", "5"], ["--transfer-ttl", "5"], ["--transfer-through-host"]])
-def test_an_aggregated_worker_without_an_encoder_has_no_transfers(words: list[str]) -> None:
-    assert refusal(words) == f"{words[0]} is of no use to an aggregated worker without --encode-endpoint: remove it"
-    assert parse_args([*WITH_ENCODER, *words]).role is Role.AGGREGATED
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["--encode-fallback"], "a worker without --encode-endpoint has no use for --encode-fallback, so it is ignored"),
+        (
+            ["--transfer-through-host"],
+            "an aggregated worker without --encode-endpoint has no use for --transfer-through-host, so it is ignored",
+        ),
+        ([*ENCODE, "--modality", "text"], "an encode worker is multimodal by itself, so --modality is ignored"),
+        ([*ENCODE, "--publish-kv-events"], "an encode worker has no use for --publish-kv-events, so it is ignored"),
+        ([*DECODE, "--encode-fallback"], "a decode worker has no use for --encode-fallback, so it is ignored"),
+    ],
+)
+def test_a_switch_that_a_role_has_no_use_for_is_ignored_with_a_note(arguments: list[str], note: str) -> None:
+    assert note in parse(arguments).notes
+
+
+def test_with_an_encoder_its_flags_are_used_and_nothing_is_noted() -> None:
+    invocation = parse([*WITH_ENCODER, "--transfer-pool-mb", "5", "--encode-fallback", "--peer-timeout", "3"])
+    assert invocation.notes == ()
+    assert (invocation.config.peers.encode_fallback, invocation.config.peers.timeout_s) == (True, 3.0)
+    assert invocation.config.transfer.pool_bytes == 5 << 20
+
+
+@pytest.mark.parametrize(("engine", "flag", "text"), [("tensorrt_llm", "--device", "cpu"), ("double", "--torch-threads", "1")])
+def test_a_flag_of_another_engine_ends_the_start(engine: str, flag: str, text: str) -> None:
+    assert refusal(["--engine", engine, flag, text]).startswith(f"--engine {engine} has no use for {flag}, which is for")
 
 
 BAD = [

@@ -147,7 +147,7 @@ class Flag:
     """One flag. `name` is the spelling that sentences use; `also` are other spellings of the same.
 
     `lands` is `layer.field` of the worker's configuration, `engine_arg` a dotted TensorRT-LLM argument; neither: a rule in
-    `trtllm_utils` reads it. `roles` and `engines` that have no use for it refuse it (None: all have).
+    `trtllm_utils` reads it. `roles` that have no use for it ignore it, `engines` refuse it (None: all have a use).
     """
 
     name: str

@@ -219,25 +219,26 @@ def a_role(role: Role) -> str:
 
 
 def keep_useful(said: Mapping[str, Said], role: Role, engine: EngineKind) -> tuple[dict[str, Said], list[str]]:
-    """Drop what this role or engine has no use for: silently for a plain variable, with a note for `DYN_TRTLLM_...`.
+    """Drop what this role or engine has no use for, with a note; silently for a plain variable, which all roles share.
 
-    Raises `StartupError` when it was a flag of the command line. Returns what is left, and the notes.
+    One command line often goes to every role of a deployment, so only a flag for another engine ends the start: raises
+    `StartupError` for one of the command line. Returns what is left, and the notes.
     """
     kept: dict[str, Said] = {}
     notes: list[str] = []
     for name, entry in said.items():
         flag = entry.flag
-        useless_to = None
         if flag.roles is not None and role not in flag.roles:
             useless_to = f"{a_role(role)} has no use for {entry.name}"
         elif flag.engines is not None and engine not in flag.engines:
             wanted = " or ".join(sorted(kind.value for kind in flag.engines))
             useless_to = f"--engine {engine.value} has no use for {entry.name}, which is for --engine {wanted}"
-        if useless_to is None:
+            if entry.level is Level.COMMAND_LINE:
+                raise StartupError(f"{useless_to}: remove it")
+        else:
             kept[name] = entry
-        elif entry.level is Level.COMMAND_LINE:
-            raise StartupError(f"{useless_to}: remove it")
-        elif entry.level is Level.VARIABLE:
+            continue
+        if entry.level is not Level.PLAIN:
             notes.append(f"{useless_to}, so it is ignored")
     return kept, notes
 

@@ -144,8 +144,8 @@ def _build(role: Role, settings: Settings, runtime: Any, dotted: Sequence[Layer]
         if lands is not None:
             layer, _, field = lands.partition(".")
             layers[layer][field] = setting.value
-    modality = _modality(role, settings)
-    _check_peers(role, modality, settings, layers["peers"])
+    modality = _modality(role, settings, notes)
+    _drop_without_encoder(role, modality, settings, layers["peers"], notes)
     runtime_layer = _runtime(role, runtime, layers["runtime"])
     layers["peers"].setdefault("prefill_endpoint", default_endpoint(Role.PREFILL, runtime_layer.namespace))
     layers["model"].update(modality=modality, **_model_of(runtime))
@@ -170,7 +170,7 @@ def _build(role: Role, settings: Settings, runtime: Any, dotted: Sequence[Layer]
     )
 
 
-def _modality(role: Role, settings: Settings) -> Modality:
+def _modality(role: Role, settings: Settings, notes: list[str]) -> Modality:
     """`--modality` and `--enable-multimodal` are one; an encode worker is multimodal by itself."""
     switch = settings.get("--enable-multimodal")
     if switch is not None:
@@ -179,27 +179,36 @@ def _modality(role: Role, settings: Settings) -> Modality:
     if role is not Role.ENCODE:
         return chosen.value if chosen else ModelConfig.modality
     if chosen is not None and chosen.value is Modality.TEXT and chosen.level is Level.COMMAND_LINE:
-        raise StartupError(f"an encode worker is multimodal, so {chosen.name} contradicts it: remove it")
+        notes.append(f"an encode worker is multimodal by itself, so {chosen.name} is ignored")
     return Modality.MULTIMODAL
 
 
-def _check_peers(role: Role, modality: Modality, settings: Settings, peers: dict[str, Any]) -> None:
-    """What only makes sense with an encode worker; drops what came from the environment."""
+def _drop_without_encoder(
+    role: Role, modality: Modality, settings: Settings, peers: dict[str, Any], notes: list[str]
+) -> None:
+    """Takes out of `peers` what only makes sense with an encode worker that media go to; notes what the user said of it."""
     encoder = settings.get("--encode-endpoint")
     if encoder is not None and modality is Modality.TEXT:
-        if encoder.level is Level.COMMAND_LINE:
-            raise StartupError("--encode-endpoint is of no use to a text worker: remove it, or add --modality multimodal")
+        _note_unused(settings, ("--encode-endpoint",), "a text worker has no use for", notes, least=Level.VARIABLE)
         encoder = None
-    if encoder is None:
-        peers.pop("encode_endpoint", None)
-        peers.pop("encode_fallback", None)
-        for name in ("--encode-fallback",) if role is Role.DECODE else ("--encode-fallback", "--peer-timeout"):
-            if name in settings and settings[name].value and settings[name].level is Level.COMMAND_LINE:
-                raise StartupError(f"{settings[name].name} is of no use without --encode-endpoint: add that, or remove it")
-    if role is Role.AGGREGATED and encoder is None:
-        for name in ("--transfer-pool-mb", "--transfer-ttl", "--transfer-through-host"):
-            if name in settings and settings[name].value and settings[name].level is Level.COMMAND_LINE:
-                raise StartupError(f"{name} is of no use to an aggregated worker without --encode-endpoint: remove it")
+    if encoder is not None:
+        return
+    peers.pop("encode_endpoint", None)
+    peers.pop("encode_fallback", None)
+    if role is not Role.DECODE:
+        peers.pop("timeout_s", None)
+    names = ("--encode-fallback",) if role is Role.DECODE else ("--encode-fallback", "--peer-timeout")
+    _note_unused(settings, names, "a worker without --encode-endpoint has no use for", notes)
+    if role is Role.AGGREGATED:
+        names = ("--transfer-pool-mb", "--transfer-ttl", "--transfer-through-host")
+        _note_unused(settings, names, "an aggregated worker without --encode-endpoint has no use for", notes)
+
+
+def _note_unused(
+    settings: Settings, names: Sequence[str], who: str, notes: list[str], least: Level = Level.COMMAND_LINE
+) -> None:
+    said = [settings[name] for name in names if name in settings]
+    notes += [f"{who} {each.name}, so it is ignored" for each in said if each.value and each.level >= least]
 
 
 def _published(settings: Settings) -> dict[str, bool]:
@@ -375,9 +384,6 @@ def _check_options(role: Role, settings: Settings) -> CheckOptions | None:
 def _notes(config: WorkerConfig, settings: Settings) -> list[str]:
     """Things that are allowed but probably not meant."""
     notes = [f"{name} is not a variable of this worker, so it is ignored" for name in unknown_variables(os.environ)]
-    encoder = settings.get("--encode-endpoint")
-    if encoder is not None and encoder.level is Level.VARIABLE and config.peers.encode_endpoint is None:
-        notes.append(f"a text worker has no use for {encoder.name}, so it is ignored")
     if config.model.modality is Modality.TEXT:
         media = [setting for name, setting in settings.items() if (FLAGS[name].lands or "").startswith("media.")]
         unused = [setting.name for setting in media if setting.level > Level.PLAIN]
