@@ -166,26 +166,50 @@ launch_add_worker() {
     ((count == 1)) || label=$role-$index
     if [[ -n ${!devices_variable-} ]]; then
         IFS=';' read -ra devices <<<"${!devices_variable}"
+        [[ -n ${devices[(index - 1) % ${#devices[@]}]} ]] ||
+            launch_fail "$devices_variable names no GPUs for $label: write 0,1 or '0,1;2,3', or leave it empty"
         environment+=("CUDA_VISIBLE_DEVICES=${devices[(index - 1) % ${#devices[@]}]}")
     fi
+    launch_check_system_port
     [[ -z ${DYN_SYSTEM_PORT-} ]] || environment+=("DYN_SYSTEM_PORT=$(launch_system_port)")
     launch_workers=$((launch_workers + 1))
     launch_worker_command "$role"
     launch_add "$label" "${environment[@]}" "${launch_command[@]}" "${launch_worker_args[@]}"
 }
 
-# 0 and negative ports mean a port of the system's choice and none: they are the same for every worker.
+# 0 and -1 mean a port of the system's choice and none: they are the same for every worker.
 launch_system_port() {
-    echo $((DYN_SYSTEM_PORT > 0 ? DYN_SYSTEM_PORT + launch_workers : DYN_SYSTEM_PORT))
+    local first=${DYN_SYSTEM_PORT:-0}
+    echo $((first > 0 ? first + launch_workers : first))
+}
+
+launch_check_system_port() {
+    (($(launch_system_port) <= 32767)) ||
+        launch_fail "DYN_SYSTEM_PORT must leave a port up to 32767 to each of the workers, not '$DYN_SYSTEM_PORT'"
 }
 
 # launch_add_workers ROLE COUNT_VARIABLE
 launch_add_workers() {
     local role=$1 count=${!2-1} index
-    [[ $count =~ ^[1-9][0-9]*$ ]] || launch_fail "$2 must be a whole number of at least 1, not '$count'"
+    [[ $count =~ ^[1-9][0-9]{0,3}$ ]] || launch_fail "$2 must be a whole number of at least 1, not '$count'"
     for ((index = 1; index <= count; index++)); do
         launch_add_worker "$role" "$index" "$count"
     done
+}
+
+# launch_require_port NAME LEAST MOST: refuses a variable that is set to no port. Kubernetes sets NAME_PORT=tcp://... for a service NAME.
+launch_require_port() {
+    local name=$1 least=$2 most=$3 value=${!1-} none='' advice=''
+    [[ -n $value ]] || return 0
+    if [[ $value =~ ^(0|-?[1-9][0-9]{0,4})$ ]] && ((value >= least && value <= most)); then return 0; fi
+    ((least >= 0)) || none=', or -1 for none'
+    [[ $value != tcp://* ]] || advice=' (Kubernetes sets it so for a service of that name: set it yourself)'
+    launch_fail "$name must be a port number from $((least > 0 ? least : 0)) to $most$none, not '$value'$advice"
+}
+
+launch_require_seconds() {
+    local value=${!1-}
+    [[ -z $value || $value =~ ^[0-9]+(\.[0-9]+)?$ ]] || launch_fail "$1 must be a number of seconds, not '$value'"
 }
 
 # What every process needs, before the first is added.
@@ -193,8 +217,13 @@ launch_prepare() {
     ENGINE=${ENGINE:-tensorrt_llm}
     [[ -n ${MODEL_PATH-} ]] || launch_fail "MODEL_PATH is empty: set it to a model"
     launch_find_python
+    launch_require_port DYN_HTTP_PORT 0 65535
+    launch_require_port DYN_SYSTEM_PORT -1 32767
+    launch_require_port DYN_TCP_RPC_PORT 0 65535
+    launch_require_port DYN_TCP_RESPONSE_STREAM_PORT 0 65535
+    launch_require_seconds LAUNCH_READY_TIMEOUT_S
+    launch_require_seconds LAUNCH_GRACE_S
     launch_port=${DYN_HTTP_PORT:-8000}
-    [[ $launch_port =~ ^[0-9]+$ ]] || launch_fail "DYN_HTTP_PORT must be a port number, not '$launch_port'"
     if ((launch_port == 0)); then
         launch_port=$("$launch_python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
     fi

@@ -18,8 +18,9 @@ usage: supervise.py [options] --start LABEL COUNT ARG...
 
 The first process to end takes the others with it, and its name and status are reported. SIGTERM, SIGINT and SIGHUP end all of
 them; a second signal cuts the grace short. Each process leads a process group of its own, and the whole group is ended. The exit
-status is that of the process that ended first (1 if it was 0), that of --then, or 128 and the signal's number. Uses the standard
-library only.
+status is that of the process that ended first (1 if it was 0), that of --then, or 128 and the signal's number. While the model
+is not listed, the reasons that the frontend gives are repeated here, and the same reason several times ends the wait. Uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import time
 import urllib.request
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
@@ -51,6 +52,11 @@ LOG_TAIL_LINES = 30
 MAX_LINE_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+FRONTEND = "frontend"
+PATIENCE = 4
+"""How often the frontend may give one reason; it tries again after 1, 2, 4, 8 ... seconds."""
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+REASON = re.compile(r'error"?[=:] ?("(?:[^"\\]|\\.)*")')
 T = TypeVar("T")
 
 
@@ -138,6 +144,29 @@ def _command(label: str, words: Iterator[str]) -> Command:
     return Command(label, argv, environment)
 
 
+class Complaints:
+    """Why the frontend does not list the model, from its own log: the last reason, and how often it was given.
+
+    Dynamo's frontend says so on lines that hold 'materialization failed', the model's name and the reason as `error`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.reason = ""
+        self.times = 0
+
+    def read(self, line: bytes) -> None:
+        if b"materialization failed" not in line:
+            return
+        text = COLOURS.sub("", line.decode(errors="replace"))
+        found = REASON.search(text)
+        if found is None or f'"{self._model}' not in text.replace("\\", ""):
+            return
+        reason = str(json.loads(found[1]))
+        self.times = self.times + 1 if reason == self.reason else 1
+        self.reason = reason
+
+
 class Supervisor:
     """The running processes of one plan. `_processes` and `_readers` are written by `_start` alone."""
 
@@ -147,6 +176,7 @@ class Supervisor:
         self._readers: list[asyncio.Task[None]] = []
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._environment: dict[str, str] = {}
+        self._complaints = Complaints(plan.model)
         if plan.log or not sys.stdout.isatty():
             self._environment["DYN_SDK_DISABLE_ANSI_LOGGING"] = "1"
         self._output = open(plan.log, "ab") if plan.log else sys.stdout.buffer  # noqa: SIM115 - lives as long as the process
@@ -199,7 +229,8 @@ class Supervisor:
             raise LaunchError(f"{command.label} could not be started: {error.strerror}") from error
         self._processes[command.label] = process
         if process.stdout is not None:
-            self._readers.append(asyncio.create_task(_copy(command.label, process.stdout, self._output)))
+            listener = self._complaints.read if command.label == FRONTEND else None
+            self._readers.append(asyncio.create_task(_copy(command.label, process.stdout, self._output, listener)))
         return process
 
     async def _until(self, work: Coroutine[Any, Any, T]) -> T:
@@ -230,12 +261,17 @@ class Supervisor:
         started = spoke = time.monotonic()
         say(f"started {', '.join(self._processes)}; waiting for {self._plan.model}")
         while not await asyncio.to_thread(_is_listed, self._plan.url, self._plan.model, self._plan.instances):
-            now = time.monotonic()
+            now, complaints = time.monotonic(), self._complaints
+            if complaints.times >= PATIENCE:
+                raise LaunchError(
+                    f"the frontend cannot serve {self._plan.model}, as it said {complaints.times} times: {complaints.reason}"
+                )
+            reason = f"; the frontend says: {complaints.reason}" if complaints.reason else ""
             if now - started > self._plan.ready_timeout:
-                raise LaunchError(f"{self._plan.model} was not listed within {self._plan.ready_timeout:g} s")
+                raise LaunchError(f"{self._plan.model} was not listed within {self._plan.ready_timeout:g} s{reason}")
             if now - spoke > PROGRESS_S:
                 spoke = now
-                say(f"waiting for {self._plan.model}, {now - started:.0f} s")
+                say(f"waiting for {self._plan.model}, {now - started:.0f} s{reason}")
             await asyncio.sleep(min(MAX_POLL_S, max(POLL_S, (now - started) / 20)))
 
     async def _serve(self) -> int:
@@ -278,8 +314,10 @@ async def _run_detached(command: Command, *arguments: str) -> None:
     await process.wait()
 
 
-async def _copy(label: str, stream: asyncio.StreamReader, target: BinaryIO) -> None:
-    """Copies a process's output to `target`, each line behind its label."""
+async def _copy(
+    label: str, stream: asyncio.StreamReader, target: BinaryIO, listener: Callable[[bytes], None] | None = None
+) -> None:
+    """Copies a process's output to `target`, each line behind its label, and hands each to `listener`."""
     prefix = f"[{label}] ".encode()
     pending = b""
     while chunk := await stream.read(1 << 16):
@@ -287,6 +325,8 @@ async def _copy(label: str, stream: asyncio.StreamReader, target: BinaryIO) -> N
         if len(pending) > MAX_LINE_BYTES:
             lines, pending = [*lines, pending], b""
         _write(target, [prefix + line + b"\n" for line in lines])
+        for line in lines if listener is not None else ():
+            listener(line)
     if pending:
         _write(target, [prefix + pending + b"\n"])
 

@@ -98,7 +98,7 @@ multinode_find_config() {
 # multinode_count NAME DEFAULT: sets the variable to its default, and refuses what is no count.
 multinode_count() {
     [[ -n ${!1-} ]] || printf -v "$1" '%s' "$2"
-    [[ ${!1} =~ ^[1-9][0-9]*$ ]] || launch_fail "$1 must be a whole number of at least 1, not '${!1}'"
+    [[ ${!1} =~ ^[1-9][0-9]{0,3}$ ]] || launch_fail "$1 must be a whole number of at least 1, not '${!1}'"
 }
 
 # multinode_allocation WANTED WHY: sets multinode_nodes and HEAD_NODE from the allocation, which must have so many nodes.
@@ -156,6 +156,8 @@ multinode_prepare() {
     [[ ${DYN_DISCOVERY_BACKEND:-etcd} == etcd ]] || launch_fail "DYN_DISCOVERY_BACKEND must be etcd: the nodes meet there"
     DYN_DISCOVERY_BACKEND=etcd
     [[ -z ${IMAGE-} ]] || DYNAMO_PYTHON=
+    launch_require_port ETCD_PORT 1 65535
+    launch_require_port NATS_PORT 1 65535
     launch_prepare
     multinode_python=$launch_python
     multinode_image
@@ -225,6 +227,7 @@ multinode_add_workers() {
     for ((index = 1; index <= workers; index++)); do
         label=$role command=("${launch_command[@]}" "${arguments[@]}" "${launch_worker_args[@]}")
         ((workers == 1)) || label=$role-$index
+        launch_check_system_port
         [[ -z ${DYN_SYSTEM_PORT-} ]] || command=(env "DYN_SYSTEM_PORT=$(launch_system_port)" "${command[@]}")
         launch_workers=$((launch_workers + 1))
         printf -v nodes '%s,' "${multinode_nodes[@]:multinode_next:count}"

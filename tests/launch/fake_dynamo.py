@@ -3,7 +3,8 @@
 `-m dynamo.frontend` lists the model when FAKE_WORKERS workers have registered in DYN_FILE_KV, and on /health all that have;
 `-m dynamo.trtllm` registers there and waits. FAKE_<ROLE> changes the workers of a role: exit:N ends with status N at once,
 exit-ready:N when the file FAKE_GATE appears, late registers only then, stubborn ignores SIGTERM. Each process notes its id in
-FAKE_PIDS. Anything else goes to the real Python.
+FAKE_PIDS. FAKE_REASONS are reasons, with semicolons between them, that the frontend gives in its log for not listing the model
+FAKE_GROUP, as Dynamo's does. Anything else goes to the real Python.
 """
 
 from __future__ import annotations
@@ -39,8 +40,25 @@ def frontend() -> None:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
+    complain()
     address = option("--http-host", "127.0.0.1"), int(option("--http-port", "0"))
     ThreadingHTTPServer(address, Models).serve_forever(poll_interval=0.05)
+
+
+def complain() -> None:
+    """Log lines of Dynamo 1.6's frontend about a model that it cannot serve, in colour as on a terminal."""
+    name = os.environ.get("FAKE_GROUP", "some-model")
+    dim, plain = "\x1b[2m", "\x1b[0m"
+    source = f"{dim}dynamo_llm::discovery::controller{plain}{dim}:{plain}"
+    start = f"{dim}2026-12-01T02:02:24.487513Z{plain} \x1b[33m WARN{plain} {source}"
+
+    def field(name: str, value: str) -> str:
+        return f"\x1b[3m{name}{plain}{dim}={plain}{value}"
+
+    for attempt, reason in enumerate(filter(None, os.environ.get("FAKE_REASONS", "").split(";")), 1):
+        group = field("group", f'["{name}","[\\"dynamo\\",\\"aggregated\\"]"]')
+        told = f"{group} {field('attempt', str(attempt))} {field('error', json.dumps(reason))}"
+        print(f"{start} Model materialization failed; scheduling retry {told}", flush=True)
 
 
 def wait_for_gate() -> None:

@@ -176,6 +176,46 @@ def test_a_count_that_is_none_is_refused(count: str) -> None:
     assert done.stderr == f"disagg.sh: NUM_DECODE_WORKERS must be a whole number of at least 1, not '{count}'\n"
 
 
+PORTS = {
+    "DYN_HTTP_PORT": "from 0 to 65535",
+    "DYN_SYSTEM_PORT": "from 0 to 32767, or -1 for none",
+    "DYN_TCP_RPC_PORT": "from 0 to 65535",
+    "DYN_TCP_RESPONSE_STREAM_PORT": "from 0 to 65535",
+}
+KUBERNETES = " (Kubernetes sets it so for a service of that name: set it yourself)"
+
+
+@pytest.mark.parametrize("script", ["agg.sh", "epd_disagg.sh"])
+@pytest.mark.parametrize("variable", PORTS)
+@pytest.mark.parametrize("value", ["tcp://10.0.0.1:9090", "70000", "08080", "-2", "80 80", "$(id)", "http"])
+def test_a_variable_that_holds_no_port_is_refused_in_one_sentence(script: str, variable: str, value: str) -> None:
+    done = run_script(script, "--dry-run", MODEL_PATH="m", **{variable: value})
+    advice = KUBERNETES if value.startswith("tcp:") else ""
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{script}: {variable} must be a port number {PORTS[variable]}, not '{value}'{advice}\n"
+
+
+def test_status_ports_of_all_workers_must_be_ports() -> None:
+    done = run_script("disagg.sh", "--dry-run", MODEL_PATH="m", DYN_SYSTEM_PORT="32767")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "disagg.sh: DYN_SYSTEM_PORT must leave a port up to 32767 to each of the workers, not '32767'\n"
+    environment, _ = planned("agg.sh", MODEL_PATH="m", DYN_SYSTEM_PORT="-1")[1]
+    assert environment["DYN_SYSTEM_PORT"] == "-1"
+
+
+@pytest.mark.parametrize("variable", ["LAUNCH_READY_TIMEOUT_S", "LAUNCH_GRACE_S"])
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "1e3"])
+def test_a_variable_that_holds_no_seconds_is_refused(variable: str, value: str) -> None:
+    done = run_script("agg.sh", "--dry-run", MODEL_PATH="m", **{variable: value})
+    assert (done.returncode, done.stderr) == (2, f"agg.sh: {variable} must be a number of seconds, not '{value}'\n")
+
+
+def test_gpus_that_are_none_are_refused() -> None:
+    done = run_script("agg.sh", "--dry-run", MODEL_PATH="m", AGG_CUDA_VISIBLE_DEVICES=";")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("agg.sh: AGG_CUDA_VISIBLE_DEVICES names no GPUs for agg")
+
+
 def test_gpus_are_given_out_by_default_for_tensorrt_llm_only() -> None:
     ours = planned("disagg.sh", MODEL_PATH="m")
     assert [environment.get("CUDA_VISIBLE_DEVICES") for environment, _ in ours] == [None, "0", "1"]
@@ -336,6 +376,30 @@ def test_a_model_that_is_never_listed_ends_the_wait_with_a_reason(start: Callabl
     assert running.wait() == 1
     assert "launch: some-model was not listed within 0.5 s" in running.errors.splitlines()
     assert running.leftovers() == []
+
+
+def test_a_reason_that_the_frontend_repeats_ends_the_wait_and_is_told(start: Callable[..., Running]) -> None:
+    reasons = ["a passing fault", *['tokenizer: "tokenizer.json" at line 1'] * 4]
+    running = start("agg.sh", FAKE_WORKERS="2", FAKE_REASONS=";".join(reasons))
+    assert running.wait() == 1
+    told = f"launch: the frontend cannot serve some-model, as it said 4 times: {reasons[-1]}"
+    assert told in running.errors.splitlines()
+    assert running.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("group", "reasons", "words"),
+    [
+        ("some-model", "a;b;a;b", "; the frontend says: b"),
+        ("somebody-elses-model", "a;a;a;a;a", ""),
+    ],
+)
+def test_reasons_that_change_or_are_anothers_do_not_end_the_wait(
+    start: Callable[..., Running], group: str, reasons: str, words: str
+) -> None:
+    running = start("agg.sh", FAKE_WORKERS="2", FAKE_GROUP=group, FAKE_REASONS=reasons, LAUNCH_READY_TIMEOUT_S="1.5")
+    assert running.wait() == 1
+    assert f"launch: some-model was not listed within 1.5 s{words}" in running.errors.splitlines()
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(start: Callable[..., Running]) -> None:

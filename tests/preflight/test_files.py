@@ -132,12 +132,26 @@ def test_a_model_without_a_chat_template_is_refused_where_chats_are_served(model
     ("template", "words"),
     [
         (POINTER, IS_POINTER),
-        ("a\n{% for x in %}", "is no chat template, its line 2 is not Jinja: correct it, or give --custom-jinja-template FILE"),
+        ("a\n{% for x in %}", "is no chat template, its line 2 is not Jinja: correct it, or give another template"),
     ],
 )
 def test_a_chat_template_that_is_none_is_refused(template: str, words: str, model: Path) -> None:
     (model / "chat_template.jinja").write_text(template)
     assert faults(model) == [f"chat_template.jinja of the model directory {model} {words}"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (b"{{ a", "is no chat template, its line 1 is not Jinja: correct it, or give another template"),
+        (b" ", "is empty: give a Jinja template"),
+        (b"\xff\xfe", "cannot be read as text: give a Jinja template"),
+    ],
+)
+def test_a_template_of_the_users_own_is_looked_at_too(template: bytes, words: str, model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_bytes(template)
+    assert faults(model, "--custom-jinja-template", str(own)) == [f"the file of --custom-jinja-template {words}"]
 
 
 def test_tags_that_only_chat_templates_have_are_taken(model: Path) -> None:

@@ -424,6 +424,24 @@ def test_a_flag_of_another_engine_ends_the_start(engine: str, flag: str, text: s
     assert refusal(["--engine", engine, flag, text]).startswith(f"--engine {engine} has no use for {flag}, which is for")
 
 
+@pytest.mark.parametrize("variable", ["DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT"])
+@pytest.mark.parametrize("value", ["tcp://10.0.0.1:9090", "70000", "08080", "-2", "1e3", "http", "9" * 30])
+def test_a_variable_that_holds_no_port_ends_the_start_in_one_sentence(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    sentence = refusal([])
+    assert sentence.startswith(f"{variable} must be a port number from 0 to ")
+    assert f", not {value!r}" in sentence
+    assert ("Kubernetes" in sentence) is value.startswith("tcp://")
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "8081", "32767"])
+def test_a_status_port_that_is_one_is_taken(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_SYSTEM_PORT", value)
+    assert parse([]).notes == ()
+
+
 BAD = [
     (["--max-batch-size", "0"], "--max-batch-size must be a whole number of at least 1, not '0'"),
     (["--max-batch-size", "many"], "--max-batch-size must be a whole number of at least 1, not 'many'"),

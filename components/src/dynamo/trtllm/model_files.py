@@ -104,6 +104,15 @@ def _default(named: Mapping[str, str], file: str) -> str:
     return named.get("default") or next(iter(named.values()))
 
 
+def find_template_fault(file: Path) -> str | None:
+    """As `template_fault`, of a file that must hold a template."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return "cannot be read as text: give a Jinja template"
+    return template_fault(text) if text.strip() else "is empty: give a Jinja template"
+
+
 def template_fault(text: str) -> str | None:
     """What is wrong with a chat template, as the end of a sentence; None: nothing that can be seen without rendering it."""
     if text.encode("utf-8", "replace").startswith(POINTER_START):
@@ -115,7 +124,7 @@ def template_fault(text: str) -> str | None:
     try:
         Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(_GENERATION_TAG.sub("", text))
     except TemplateSyntaxError as error:
-        return f"is no chat template, its line {error.lineno} is not Jinja: correct it, or give --custom-jinja-template FILE"
+        return f"is no chat template, its line {error.lineno} is not Jinja: correct it, or give another template"
     return None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dynamo.trtllm.config import EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.model_files import DEMO_MODEL, find_chat_template, template_fault
+from dynamo.trtllm.model_files import DEMO_MODEL, find_chat_template, find_template_fault, template_fault
 from dynamo.trtllm.preflight.shape import ModelShape, find_model_directory
 from dynamo.trtllm.preflight.whole import find_json_fault, find_weight_faults, read_object
 
@@ -75,8 +75,8 @@ def _missing_files(
         yield f"tokenizer.json of the model directory {path} describes no tokenizer: {DOWNLOAD}"
     if served and not (directory / "tokenizer_config.json").is_file():
         yield f"{lacks} tokenizer_config.json, which Dynamo's frontend reads beside the chat template: {DOWNLOAD}"
-    elif served and config.model.custom_jinja_template is None and not unreadable:
-        yield from _template_faults(directory, path)
+    elif served and not unreadable:
+        yield from _template_faults(directory, path, config.model.custom_jinja_template)
     images = config.engine.kind is not EngineKind.DOUBLE and _takes_images(config)
     if images and not any((directory / name).is_file() for name in _IMAGE_FILES):
         yield f"{lacks} image processor ({', '.join(_IMAGE_FILES)}): {DOWNLOAD}"
@@ -92,7 +92,12 @@ def _without_tokenizer(directory: Path) -> str:
     return DOWNLOAD
 
 
-def _template_faults(directory: Path, path: str) -> Iterator[str]:
+def _template_faults(directory: Path, path: str, own: str | None) -> Iterator[str]:
+    if own is not None:
+        fault = find_template_fault(Path(own))
+        if fault is not None:
+            yield f"the file of --custom-jinja-template {fault}"
+        return
     try:
         template = find_chat_template(directory)
     except StartupError as error:

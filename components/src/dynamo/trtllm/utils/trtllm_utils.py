@@ -38,6 +38,7 @@ from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.utils.flags import ENDPOINT, FALSE_WORDS, FLAGS, JSON_OBJECT, NO_OPS, TRUE_WORDS
 from dynamo.trtllm.utils.kinds import drop_empty, show
 from dynamo.trtllm.utils.layers import Layer, leaves, merge_layers, nested, origin_of, split_dotted
+from dynamo.trtllm.utils.ports import check_ports
 from dynamo.trtllm.utils.settings import (
     Level,
     Said,
@@ -74,6 +75,7 @@ def parse(argv: Sequence[str] | None = None) -> Invocation:
     if "--version" in arguments:
         print(version_line())
         raise SystemExit(0)
+    check_ports(os.environ)
     arguments, dotted = split_dotted(arguments)
     given, runtime = _parse_flags(arguments)
     command_line = read_command_line(given)
@@ -197,10 +199,10 @@ def _drop_without_encoder(
     peers.pop("encode_fallback", None)
     if role is not Role.DECODE:
         peers.pop("timeout_s", None)
-    names = ("--encode-fallback",) if role is Role.DECODE else ("--encode-fallback", "--peer-timeout")
+    names = ["--encode-fallback"] if role is Role.DECODE else ["--encode-fallback", "--peer-timeout"]
     _note_unused(settings, names, "a worker without --encode-endpoint has no use for", notes)
     if role is Role.AGGREGATED:
-        names = ("--transfer-pool-mb", "--transfer-ttl", "--transfer-through-host")
+        names = ["--transfer-pool-mb", "--transfer-ttl", "--transfer-through-host"]
         _note_unused(settings, names, "an aggregated worker without --encode-endpoint has no use for", notes)
 
 
