@@ -15,6 +15,20 @@ from dynamo.trtllm.request import Request, parse_request
 IDS = "must hold token ids: whole numbers that are not negative and fit 32 bits"
 
 
+def messages(kind: object, role: str = "user", before: int = 0) -> dict[str, Any]:
+    """A request's messages with a part of `kind` beside a picture, as the frontend sends them along."""
+    picture = {"type": "image_url", "image_url": {"url": ""}}
+    content = [{"type": "text", "text": "hi"}, picture, {"type": kind, "data": "AAAA"}]
+    earlier = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}][:before]
+    return {"extra_args": {"messages": [*earlier, {"role": role, "content": content}]}}
+
+
+def test_messages_of_text_and_pictures_are_taken_in_every_role() -> None:
+    for kind in ("text", "refusal", "image_url", "video_url"):
+        for role in ("system", "developer", "user", "assistant", "tool"):
+            assert parse_request({"token_ids": [1], **messages(kind, role)}).token_ids == (1,)
+
+
 def test_a_bare_request_has_every_default() -> None:
     assert parse_request({"token_ids": [1, 2]}) == Request(model="", token_ids=(1, 2), sampling=Sampling())
 
@@ -184,6 +198,17 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
             {"multi_modal_data": {"image_url": [{"Url": "a"}, {"Decoded": {}}]}},
             "image 2: media decoded by the frontend is not supported; send its URL",
         ),
+        (messages("input_audio"), "message 1, part 3: input_audio is not supported; this worker takes text and image_url"),
+        (messages("file", role="tool"), "message 1, part 3: file is not supported; this worker takes text and image_url"),
+        (messages("hologram", before=2), "message 3, part 3: hologram is not supported; this worker takes text and image_url"),
+        (messages(None), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
+        (messages("<b>\n"), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
+        (
+            {"extra_args": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "audio": {"id": "a"}}]}},
+            "message 2: audio is not supported; this worker takes text and image_url",
+        ),
+        ({"extra_args": {"messages": {"role": "user"}}}, "messages must be a list"),
+        ({"extra_args": {"messages": ["hi"]}}, "message 1: it must be an object"),
         (
             {"multi_modal_data": {"text_file": [], "image_embeds": []}},
             "content parts of type image_embeds, text_file are not supported; this worker takes text and image_url",

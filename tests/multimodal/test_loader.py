@@ -48,6 +48,19 @@ async def test_pictures_become_embeddings_in_order() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_picture_that_a_request_holds_twice_is_loaded_once_and_counts_twice(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine, allowed_local_path=tmp_path, cache_bytes=0)
+    file = write_embeddings(tmp_path, "e.pt", 3)
+    twice = parts(png_url(1), file, png_url(2), png_url(1), file, png_url(1))
+    digests = [item.digest for item in await loader.load(twice, ROOMY)]
+    assert digests == [*digests[:3], *digests[:2], digests[0]]
+    assert sorted(engine.encoded) == sorted({digests[0], digests[2]})
+    with pytest.raises(LimitFault, match=f"the prompt has {1 + 3 * IMAGE_TOKENS} tokens"):
+        await loader.load(parts(*[png_url(1)] * 3), TokenBudget(1, 3 * IMAGE_TOKENS))
+
+
+@pytest.mark.asyncio
 async def test_an_engine_that_encodes_itself_is_given_decoded_pictures() -> None:
     engine = GatedEngine()
     info = replace(await engine.start(), encodes_apart=False)
@@ -150,7 +163,8 @@ async def test_the_same_picture_is_encoded_once_at_a_time_and_then_kept() -> Non
     loader = await loader_over(engine)
     first = asyncio.create_task(loader.load(parts(png_url(1)), ROOMY))
     await engine.encoding.wait()
-    second = asyncio.create_task(loader.load(parts(png_url(1), png_url(1)), ROOMY))
+    other_name = png_url(1).replace("image/png", "image/x-png")
+    second = asyncio.create_task(loader.load(parts(png_url(1), other_name), ROOMY))
     await until(lambda: loader.stats()["cache_hits"] == 2)
     engine.gate.set()
     (kept,) = await first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -95,6 +96,33 @@ async def test_embeddings_arrive_as_the_encode_worker_made_them_and_nothing_stay
     assert [len(item.token_ids) for item in got if isinstance(item, EncodedImage)] == [IMAGE_TOKENS, 3, IMAGE_TOKENS]
     assert got[0].tensors["features"].shape == (IMAGE_TOKENS, HIDDEN)  # type: ignore[union-attr]
     cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_what_a_request_holds_twice_is_asked_for_once(cluster: Cluster, tmp_path: Path) -> None:
+    await cluster.add(1, allowed_local_path=tmp_path, local_images=True)
+    encoder = await cluster.encoder()
+    embeddings = write_embeddings(tmp_path, "e.pt", 3, value=2.5)
+    picture = tmp_path / "p.png"
+    picture.write_bytes(base64.b64decode(png_url(7).partition(",")[2]))
+    urls = [png_url(1), picture.as_uri(), embeddings, png_url(2)]
+    twice = [*urls, f" {urls[0]}\n", *reversed(urls)]
+    got = await encoder.load(parts(*twice), ROOMY, FakeContext())
+    assert sorted(request["items"][0]["url"] for request in cluster.client.requests) == sorted(urls)
+    digests = [item.digest for item in got]
+    assert len(set(digests)) == 4
+    assert digests == [*digests[:4], digests[0], *digests[3::-1]]
+    assert cluster.encoded() == {1: 3}
+    cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_a_reference_that_fails_is_named_by_its_first_place(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    with pytest.raises(ClientFault, match=r"^image 2: url scheme 'ftp'"):
+        await encoder.load(parts(png_url(1), "ftp://x/y.png", "ftp://x/y.png"), ROOMY, FakeContext())
+    assert len(cluster.client.calls) == 2
 
 
 @pytest.mark.asyncio

@@ -180,7 +180,8 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
             asked = requests(server, embeddings)
             found[name] = run(cluster, asked)
             server.hits.clear()
-            same = cluster.chat([picture(server.picture_url(90)), picture(server.picture_url(91)), text(QUESTION)], max_tokens=4)
+            pictures = [picture(server.picture_url(seed)) for seed in (90, 91, 90, 90)]
+            same = cluster.chat([*pictures, text(QUESTION)], max_tokens=4)
             assert same.status == 200
             assert server.hits == {"/picture/90.png": 1, "/picture/91.png": 1}, name
             pictured = cluster.chat([picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32)

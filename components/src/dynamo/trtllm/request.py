@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
-from dynamo.trtllm.multimodal.parts import MediaPart
+from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, require_known_content
 
 _PART_KINDS: tuple[tuple[str, Literal["image", "video", "audio"]], ...] = (
     ("image_url", "image"),
@@ -67,6 +67,8 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
         raise ClientFault("a content part's uuid is not supported; leave it out")
     if _mapping(raw, "mm_processor_kwargs"):
         raise ClientFault("mm_processor_kwargs is not supported; leave it out")
+    if extra.get("messages") is not None:  # present beside media only
+        require_known_content(extra["messages"])
     media = _mapping(raw, "multi_modal_data")
     return Request(
         model=str(raw.get("model", "")),
@@ -140,9 +142,9 @@ def _media(raw: Mapping[str, Any]) -> tuple[MediaPart, ...]:
             if url is None and isinstance(item, Mapping) and "Decoded" in item:
                 raise ClientFault(f"{kind} {len(parts) + 1}: media decoded by the frontend is not supported; send its URL")
             parts.append(MediaPart(position=len(parts) + 1, kind=kind, url=url))
-    unknown = sorted(set(raw) - {key for key, _ in _PART_KINDS})
+    unknown = sorted({str(key)[:40] for key in raw} - {key for key, _ in _PART_KINDS})
     if unknown:
-        raise ClientFault(f"content parts of type {', '.join(unknown)} are not supported; this worker takes text and image_url")
+        raise ClientFault(f"content parts of type {', '.join(unknown)} are not supported; {TAKEN}")
     return tuple(parts)
 
 

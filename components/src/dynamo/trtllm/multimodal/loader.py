@@ -64,16 +64,21 @@ class MediaLoader:
         self._cache: ContentCache[MediaItem] = ContentCache(config.cache_bytes, nbytes)
 
     async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
-        """The items of `parts`, in order; all or none.
+        """The items of `parts`, in order; all or none. Equal sources are loaded once.
 
         Raises `ClientFault` (naming the part where one is at fault) before anything is fetched for what is refused by its text
         alone, and before anything is decoded or encoded for what exceeds a limit.
         """
         sources = self.classify(parts)
         contents = await self._fetcher.fetch_all(list(zip(parts, sources, strict=True)))
-        inspected = [await self._inspect(*each) for each in zip(parts, sources, contents, strict=True)]
-        budget.check(sum(each.tokens for each in inspected))
-        return await all_or_none([self._item(each) for each in inspected])
+        inspected: dict[Source, Inspected] = {}
+        for part, source, data in zip(parts, sources, contents, strict=True):
+            if source not in inspected:
+                inspected[source] = await self._inspect(part, source, data)
+        budget.check(sum(inspected[source].tokens for source in sources))
+        items = await all_or_none([self._item(each) for each in inspected.values()])
+        found = dict(zip(inspected, items, strict=True))
+        return [found[source] for source in sources]
 
     def classify(self, parts: Sequence[MediaPart]) -> list[Source]:
         """What the parts refer to. Raises `ClientFault` for parts, or a number of parts, that this worker does not take."""

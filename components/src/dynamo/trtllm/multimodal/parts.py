@@ -6,7 +6,7 @@ Steps of this package raise `ClientFault` without saying which part is meant; `a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -23,6 +23,10 @@ MAX_URL_CHARACTERS = 8192
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 _DESCRIBED_CHARACTERS = 100
+TAKEN = "this worker takes text and image_url"
+_KNOWN_CONTENT = frozenset({"text", "refusal", "image_url", "video_url", "audio_url"})
+"""Parts that are text, and those that come as `MediaPart`s too and are taken or refused as such."""
+_PART_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,27 @@ def classify(part: MediaPart, config: MediaConfig, modality: Modality = Modality
         if part.kind != "image":
             raise ClientFault(f"this worker takes images only, not {part.kind}")
         return _classify_url(part.url, config)
+
+
+def require_known_content(messages: object) -> None:
+    """Refuse what of a request's `messages` would be answered as if it were not there.
+
+    The frontend sends media of its own kinds (`image_url`, `video_url`, `audio_url`) as `MediaPart`s as well; any other part that
+    is not text reaches a worker here only. Raises `ClientFault` naming message and part, counted from 1.
+    """
+    if not isinstance(messages, (list, tuple)):
+        raise ClientFault("messages must be a list")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping):
+            raise ClientFault(f"message {number}: it must be an object")
+        if message.get("audio"):
+            raise ClientFault(f"message {number}: audio is not supported; {TAKEN}")
+        content = message.get("content")
+        for at, part in enumerate(content if isinstance(content, (list, tuple)) else (), 1):
+            kind = part.get("type") if isinstance(part, Mapping) else "text" if isinstance(part, str) else None
+            if kind not in _KNOWN_CONTENT:
+                named = kind if isinstance(kind, str) and _PART_TYPE.fullmatch(kind) else "a part of this type"
+                raise ClientFault(f"message {number}, part {at}: {named} is not supported; {TAKEN}")
 
 
 def describe(url: object) -> str:

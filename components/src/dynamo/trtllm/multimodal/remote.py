@@ -51,12 +51,12 @@ class RemoteEncoder:
         self._retries = 0
 
     async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
-        """As `MediaLoader.load`; raises `PeerUnavailable` and `PeerTimeout` besides."""
+        """As `MediaLoader.load`, equal references asked for once; raises `PeerUnavailable` and `PeerTimeout` besides."""
         self._check(parts)
         if self._fallback is not None and not self._client.instances():
             return await self._fallback.load(parts, budget, context)
         try:
-            return await all_or_none([self._item(part, budget, context) for part in parts])
+            return await self._items(parts, budget, context)
         except PeerUnavailable as error:
             if self._fallback is None:
                 raise
@@ -81,6 +81,14 @@ class RemoteEncoder:
                     raise ClientFault("its url is missing or not a string")
         if len(parts) > self._max_images:
             raise LimitFault(f"the request holds {len(parts)} images; this worker takes at most {self._max_images}")
+
+    async def _items(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None) -> list[MediaItem]:
+        first: dict[str, MediaPart] = {}
+        for part in parts:
+            first.setdefault(part.url.strip(), part)
+        items = await all_or_none([self._item(part, budget, context) for part in first.values()])
+        found = dict(zip(first, items, strict=True))
+        return [found[part.url.strip()] for part in parts]
 
     async def _item(self, part: MediaPart, budget: TokenBudget, context: Context | None) -> MediaItem:
         """Ask the chosen instance, and once more another one when that is dead or late, all within one deadline."""
