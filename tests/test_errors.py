@@ -17,7 +17,7 @@ TABLE: list[tuple[type[WorkerError], type[BaseException]]] = [
     (errors.PeerFault, dynamo.CannotConnect),
     (errors.PeerUnavailable, dynamo.CannotConnect),
     (errors.PeerTimeout, dynamo.ConnectionTimeout),
-    (errors.Overloaded, dynamo.CannotConnect),
+    (errors.Overloaded, dynamo.ConnectionTimeout),
     (errors.EngineFault, dynamo.Unknown),
     (errors.EngineDead, dynamo.EngineShutdown),
     (errors.ShuttingDown, dynamo.EngineShutdown),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -110,6 +111,27 @@ def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, se
     # The frontend sends it again, and the worker does not wait again.
     assert agg.text().count("failed: the encode worker did not answer within 3 s") == 1
     wait_until(lambda: encode.metrics()["dynamo_trtllm_requests_in_flight"] == 0, "the encoder's letting go")
+
+
+@pytest.mark.parametrize("roles", [("agg",), ("encode", "prefill", "decode")])
+def test_waiting_for_a_busy_host_ends_in_one_504(cluster: Cluster, server: PictureServer, roles: tuple[str, ...]) -> None:
+    bounds = ("--max-media-fetches-per-host", "1", "--media-fetch-timeout", "2")
+    options = {"agg": bounds, "encode": bounds, "prefill": ("--encode-endpoint", ENCODE_ENDPOINT), "decode": ()}
+    workers = [worker(cluster, role, *options[role]) for role in roles]
+    cluster.wait_listed()
+    seeds, gate = range(500, 505), threading.Event()
+    server.gates = {f"/picture/{seed}.png": gate for seed in seeds}
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        answers = list(pool.map(lambda seed: cluster.chat(picture(server, seed), max_tokens=4, timeout_s=60), seeds))
+    gate.set()
+    # The host answers nobody: one download after another takes its two seconds, and who waits longer than that is told so.
+    statuses = [answer.status for answer in answers]
+    assert set(statuses) == {400, 504}
+    assert statuses.count(504) >= 3
+    busy = workers[0].text().count("failed: this worker is busy with other downloads from the same host")
+    assert busy == statuses.count(504)
+    assert all("the image host" in answer.message for answer in answers if answer.status == 400)
+    assert cluster.chat(picture(server, 1), max_tokens=4).status == 200
 
 
 def test_sigterm_lets_prefill_wait_for_the_hand_over_in_flight(cluster: Cluster) -> None:

@@ -63,7 +63,7 @@ media
   at most 16 parts and 200 MB in a request
   at most 50 MB and 64000000 pixels in one image
   local embedding files, no images, below /tmp
-  downloads end after 30 s, 64 at once, private addresses refused
+  downloads end after 30 s, 64 at once, 16 from one host, private addresses refused
   cache of 256 MB
 transfers
   KV caches by the engine over NIXL, buffer of 8192 tokens, longest expanded prompt 8192 tokens by max_seq_len

@@ -91,6 +91,8 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--max-request-media-mb", "60"], lambda c: c.media.max_request_bytes, 60 * MIB),
     (["--media-fetch-timeout", "0.5"], lambda c: c.media.fetch_timeout_s, 0.5),
     (["--max-media-fetches", "2"], lambda c: c.media.max_fetches, 2),
+    (["--max-media-fetches", "2"], lambda c: c.media.fetches_per_host, 1),
+    (["--max-media-fetches-per-host", "3"], lambda c: (c.media.fetches_per_host, c.media.max_fetches), (3, 64)),
     (["--media-cache-mb", "0"], lambda c: c.media.cache_bytes, 0),
     (["--multimodal-embedding-cache-capacity-gb", "1"], lambda c: c.media.cache_bytes, 1 << 30),
     (["--discovery-backend", "file"], lambda c: c.runtime.discovery_backend, "file"),

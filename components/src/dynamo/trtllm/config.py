@@ -118,8 +118,15 @@ class MediaConfig:
     fetch_timeout_s: float = 30.0
     max_fetches: int = 64
     """Downloads at once over all requests of this process."""
+    max_fetches_per_host: int | None = None
+    """Those of them that come from one host; None: a quarter, so that one slow host leaves room for others."""
     cache_bytes: int = 256 * MEBIBYTE
     """Content-addressed cache of encoded or decoded media; 0 turns it off."""
+
+    @property
+    def fetches_per_host(self) -> int:
+        """Downloads at once from one host."""
+        return self.max_fetches_per_host or max(1, self.max_fetches // 4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -303,12 +303,11 @@ class Egress:
 
     def _begin(self, context: Context) -> None:
         """Count a request in, unless the worker takes no more or the request has had its time."""
-        refusal = self._ended_by
-        if refusal is None and self._late and self._is_late(context.id()):
-            refusal = PeerTimeout("another worker did not answer in time")
-        if refusal is not None:
-            logger.info("request %s refused: %s", context.id(), refusal.message)
-            raise self._told(refusal)
+        if self._ended_by is not None:
+            logger.info("request %s refused: %s", context.id(), self._ended_by.message)
+            raise self._told(self._ended_by)
+        if self._late and self._is_late(context.id()):  # it has its line in the log
+            raise self._told(PeerTimeout("the request has had its time"))
         self.in_flight += 1
         self._idle.clear()
 
@@ -358,7 +357,7 @@ class Egress:
         if isinstance(error, EngineDead):
             trace = trace if self._ended_by is None else None  # of all that a dead engine ends, once
             self._on_dead(error)
-        if isinstance(error, PeerTimeout):
+        if isinstance(error, (PeerTimeout, Overloaded)):
             self._late[context.id()] = time.monotonic()
         logger.error("request %s failed: %s", context.id(), error, exc_info=trace)
         return "failed"

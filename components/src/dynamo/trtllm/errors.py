@@ -48,7 +48,7 @@ class PeerTimeout(PeerFault):
 
 
 class Overloaded(WorkerError):
-    """A bounded resource stayed full until the deadline; the client may try again (503)."""
+    """A bounded resource stayed full until the deadline; the client may try again (504, as the time is used up)."""
 
 
 class EngineFault(WorkerError):
@@ -86,7 +86,7 @@ def to_dynamo(error: BaseException) -> BaseException:
         (ClientFault, dynamo.InvalidArgument),
         (PeerTimeout, dynamo.ConnectionTimeout),
         (PeerFault, dynamo.CannotConnect),
-        (Overloaded, dynamo.CannotConnect),
+        (Overloaded, dynamo.ConnectionTimeout),
         (EngineDead, dynamo.EngineShutdown),
         (ShuttingDown, dynamo.EngineShutdown),
         (RequestCancelled, dynamo.Cancelled),

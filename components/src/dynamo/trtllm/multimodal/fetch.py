@@ -6,6 +6,7 @@ Nothing is remembered between requests by URL, since what a URL leads to may cha
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class _HostSlots:
 
 
 class Fetcher:
-    """Reads sources, with bounds on how much is downloaded at once: `max_fetches` in all, a quarter of it from one host.
+    """Reads sources, with bounds on how much is downloaded at once: in all, and from one host.
 
     Requests share the slots, overall and per host, and the HTTP client. One event loop; close it with `close`.
     """
@@ -50,8 +51,8 @@ class Fetcher:
     async def fetch(self, source: Source) -> bytes:
         """The bytes of `source`, at most `max_file_bytes`.
 
-        Raises `ClientFault` (without a position; see `at_part`), and `Overloaded` when no download slot came free within
-        `fetch_timeout_s`; the download itself then has `fetch_timeout_s` of its own.
+        Raises `ClientFault` (without a position; see `at_part`), and `Overloaded` when no place among the downloads came free
+        within `fetch_timeout_s`; the download itself then has `fetch_timeout_s` of its own.
         """
         if isinstance(source, HttpSource):
             return await self._download(source)
@@ -103,12 +104,13 @@ class Fetcher:
     @asynccontextmanager
     async def _slot(self, host: str) -> AsyncIterator[None]:
         """Hold a slot of the host and one of the process; waiting for the host first keeps a slow one from taking them all."""
-        slots = self._hosts.setdefault(host, _HostSlots(asyncio.Semaphore(max(1, self._config.max_fetches // 4))))
+        slots = self._hosts.setdefault(host, _HostSlots(asyncio.Semaphore(self._config.fetches_per_host)))
         slots.users += 1
+        end = time.monotonic() + self._config.fetch_timeout_s
         try:
-            await self._acquire(slots.semaphore)
+            await self._acquire(slots.semaphore, end, "downloads from the same host")
             try:
-                await self._acquire(self._slots)
+                await self._acquire(self._slots, end, "downloads")
                 try:
                     yield
                 finally:
@@ -120,11 +122,11 @@ class Fetcher:
             if not slots.users:
                 del self._hosts[host]
 
-    async def _acquire(self, semaphore: asyncio.Semaphore) -> None:
+    async def _acquire(self, semaphore: asyncio.Semaphore, end: float, what: str) -> None:
         if not semaphore.locked():
             await semaphore.acquire()
             return
         try:
-            await asyncio.wait_for(semaphore.acquire(), self._config.fetch_timeout_s)
+            await asyncio.wait_for(semaphore.acquire(), max(0.0, end - time.monotonic()))
         except asyncio.TimeoutError as error:
-            raise Overloaded("this worker is busy with other downloads") from error
+            raise Overloaded(f"this worker is busy with other {what}") from error

@@ -64,7 +64,8 @@ def _media(config: WorkerConfig) -> Iterator[str]:
     images = "embedding files and images" if media.local_images else "embedding files, no images,"
     yield f"local {images} below {media.allowed_local_path}"
     private = "allowed" if media.allow_internal else "refused"
-    yield f"downloads end after {media.fetch_timeout_s:g} s, {media.max_fetches} at once, private addresses {private}"
+    at_once = f"{media.max_fetches} at once, {media.fetches_per_host} from one host"
+    yield f"downloads end after {media.fetch_timeout_s:g} s, {at_once}, private addresses {private}"
     yield f"cache of {media.cache_bytes / MEBIBYTE:g} MB" if media.cache_bytes else "no cache"
 
 

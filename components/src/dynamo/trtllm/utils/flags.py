@@ -398,6 +398,14 @@ _MEDIA = (
         help="Downloads at once over all requests.",
     ),
     Flag(
+        name="--max-media-fetches-per-host",
+        kind=COUNT,
+        lands="media.max_fetches_per_host",
+        roles=_WITH_MEDIA,
+        help="Downloads at once from one host, a quarter of --max-media-fetches by default. A request that has waited for its "
+        "turn for --media-fetch-timeout is answered with a 504.",
+    ),
+    Flag(
         name="--media-cache-mb",
         kind=MEBIBYTES_OR_NONE,
         lands="media.cache_bytes",
