@@ -67,7 +67,7 @@ async def test_an_engine_that_encodes_itself_is_given_decoded_pictures() -> None
     loader = await loader_over(engine, info=info)
     (item,) = await loader.load(parts(png_url(7, size=3)), ROOMY)
     assert isinstance(item, DecodedImage)
-    assert (item.image.size, item.image.getpixel((0, 0)), nbytes(item)) == ((3, 3), (7, 7, 7), 27)
+    assert (item.image.size, item.image.getpixel((0, 0)), nbytes(item)) == ((3, 3), (7, 7, 7), 36)
     assert engine.encoded == []
 
 

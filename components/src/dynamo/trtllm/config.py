@@ -115,6 +115,8 @@ class MediaConfig:
     max_images: int = 16
     max_image_pixels: int = 64_000_000
     max_request_bytes: int = 200 * MEBIBYTE
+    decode_timeout_s: float = 10.0
+    """Processor time that decoding one image may take."""
     fetch_timeout_s: float = 30.0
     max_fetches: int = 64
     """Downloads at once over all requests of this process."""

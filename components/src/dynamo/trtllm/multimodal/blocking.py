@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_THREADS = 4
-"""Bounds the memory of images that are decoded at once, too: each may take several times `max_image_pixels` bytes."""
+"""Hashing, reading files and headers, inflating: short work. Pictures are decoded elsewhere (`decoders`)."""
 
 
 @cache

@@ -25,7 +25,8 @@ _SAME = 1
 def to_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
     """`image` in RGB over white. Raises `ValueError` and `OSError` for pixels of a kind no picture has."""
     image, alpha = _split_alpha(_usual(image))
-    rgb = _to_srgb(image, profile) if profile else image.convert("RGB")
+    transform = _transform(profile, image.mode) if profile else None
+    rgb = _in_rgb(image) if transform is None else ImageCms.applyTransform(image, transform) or _in_rgb(image)
     if alpha is None:
         return rgb
     white = Image.new("RGB", rgb.size, "white")
@@ -89,11 +90,8 @@ def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     return image, None
 
 
-def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    transform = _transform(profile, image.mode)
-    if transform is None:
-        return image.convert("RGB")
-    return ImageCms.applyTransform(image, transform) or image.convert("RGB")
+def _in_rgb(image: Image.Image) -> Image.Image:
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 @lru_cache(maxsize=4)

@@ -12,9 +12,10 @@ from dynamo.trtllm.config import MediaConfig, Modality
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, Engine, EngineInfo
 from dynamo.trtllm.errors import LimitFault
+from dynamo.trtllm.multimodal import decoders
 from dynamo.trtllm.multimodal.blocking import all_or_none, run_blocking
 from dynamo.trtllm.multimodal.cache import ContentCache
-from dynamo.trtllm.multimodal.decode import ImageHeader, check_header, decode, digest_of
+from dynamo.trtllm.multimodal.decode import ImageHeader, check_header, digest_of
 from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.parts import EmbeddingFile, MediaPart, Source, at_part, classify
@@ -62,6 +63,8 @@ class MediaLoader:
         self._modality = modality
         self._fetcher = Fetcher(config)
         self._cache: ContentCache[MediaItem] = ContentCache(config.cache_bytes, nbytes)
+        if modality is Modality.MULTIMODAL:
+            decoders.start_decoder()
 
     async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
         """The items of `parts`, in order; all or none. Equal sources are loaded once.
@@ -88,7 +91,7 @@ class MediaLoader:
         return sources
 
     def stats(self) -> Mapping[str, float]:
-        return {f"cache_{name}": value for name, value in self._cache.stats().items()}
+        return {**{f"cache_{name}": value for name, value in self._cache.stats().items()}, **decoders.stats()}
 
     async def close(self) -> None:
         await self._fetcher.close()
@@ -113,7 +116,9 @@ class MediaLoader:
             return await self._cache.get_or_compute(f"image:{media.digest}", lambda: self._image(media))
 
     async def _image(self, media: Inspected) -> MediaItem:
-        decoded = DecodedImage(media.digest, await run_blocking(decode, media.data, self._config))
+        assert media.header is not None
+        image = await decoders.decode_apart(media.data, media.header, self._config)
+        decoded = DecodedImage(media.digest, image)
         return (await self._engine.encode([decoded]))[0] if self._encodes else decoded
 
     async def _embeddings(self, media: Inspected) -> MediaItem:
@@ -123,7 +128,7 @@ class MediaLoader:
 
 
 def nbytes(item: MediaItem) -> int:
-    """Memory that `item` takes in a cache."""
+    """Memory that `item` takes in a cache; Pillow keeps an RGB pixel in four bytes."""
     if isinstance(item, EncodedImage):
         return item.nbytes
-    return item.image.width * item.image.height * 3
+    return item.image.width * item.image.height * 4
