@@ -65,18 +65,29 @@ launch_options() {
 # launch_default_model NAME MODALITY [VARIABLE=FILE...]: what is served when MODEL_PATH is not set. The engine configurations belong to
 # that model and to TensorRT-LLM, so they are not taken with another one. Any other model is multimodal unless MODALITY says text.
 launch_default_model() {
-    local model=$1 modality=$2 setting variable
+    MODEL_PATH=${MODEL_PATH:-$1}
+    launch_known_model "$@"
+    MODALITY=${MODALITY:-multimodal}
+}
+
+# launch_known_model NAME MODALITY [VARIABLE=FILE...]: what goes with a model, by its Hugging Face name or in a directory named like it.
+launch_known_model() {
+    local modality=$2 setting variable
+    launch_serves "$1" || return 0
     shift 2
-    if [[ -n ${MODEL_PATH-} ]]; then
-        MODALITY=${MODALITY:-multimodal}
-        return
-    fi
-    MODEL_PATH=$model MODALITY=${MODALITY:-$modality}
+    MODALITY=${MODALITY:-$modality}
     [[ ${ENGINE:-tensorrt_llm} == tensorrt_llm ]] || return 0
     for setting in "$@"; do
         variable=${setting%%=*}
         [[ -n ${!variable-} ]] || printf -v "$variable" '%s' "${setting#*=}"
     done
+}
+
+# launch_serves NAME: whether MODEL_PATH is that model.
+launch_serves() {
+    local path=${MODEL_PATH-}
+    path=${path%/}
+    [[ ${path##*/} == "${1##*/}" ]]
 }
 
 # launch_default_devices ROLE=GPUS...: GPUs of roles whose variable is not set, for TensorRT-LLM, whose workers cannot share one.

@@ -20,7 +20,6 @@ source "$library"
 launch_options "$@"
 # shellcheck disable=SC2034 # the library reads them by their names
 AGG_ENGINE_ARGS=${ENGINE_CONFIG-}
-[[ ${MODEL_PATH-} != meta-llama/Llama-4-Maverick-17B-128E-Instruct ]] || MODEL_PATH=
 launch_default_model meta-llama/Llama-4-Maverick-17B-128E-Instruct multimodal AGG_ENGINE_ARGS=engine_configs/llama4/multimodal/agg.yaml
 nodes=1
 [[ ${ENGINE:-tensorrt_llm} != tensorrt_llm ]] || nodes=2

@@ -20,7 +20,6 @@ source "$library"
 launch_options "$@"
 # shellcheck disable=SC2034 # the library reads them by their names
 PREFILL_ENGINE_ARGS=${PREFILL_ENGINE_CONFIG-} DECODE_ENGINE_ARGS=${DECODE_ENGINE_CONFIG-}
-[[ ${MODEL_PATH-} != meta-llama/Llama-4-Maverick-17B-128E-Instruct ]] || MODEL_PATH=
 launch_default_model meta-llama/Llama-4-Maverick-17B-128E-Instruct multimodal \
     PREFILL_ENGINE_ARGS=engine_configs/llama4/multimodal/prefill.yaml DECODE_ENGINE_ARGS=engine_configs/llama4/multimodal/decode.yaml
 nodes=1

@@ -240,7 +240,7 @@ def test_gpus_are_given_out_by_default_for_tensorrt_llm_only() -> None:
         (
             "epd_disagg.sh",
             [
-                ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "multimodal", f"llama4/multimodal/llama4-Scout/{role}.yaml")
+                ("Qwen/Qwen2.5-VL-7B-Instruct", "multimodal", f"qwen2.5-vl-7b-instruct/{role}.yaml")
                 for role in ("encode", "prefill", "decode")
             ],
         ),
