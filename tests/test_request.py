@@ -49,6 +49,12 @@ def test_nulls_are_as_good_as_missing_fields() -> None:
     assert parse_request(raw) == Request(model="", token_ids=(5,), sampling=Sampling())
 
 
+ECHO = (
+    "echo is not supported: neither the prompt nor log probabilities of its tokens are given back; "
+    "leave out echo and prompt_logprobs"
+)
+
+
 @pytest.mark.parametrize(
     ("group", "raw", "field", "value"),
     [
@@ -78,7 +84,6 @@ def test_nulls_are_as_good_as_missing_fields() -> None:
         ("stop_conditions", {"ignore_eos": True}, "ignore_eos", True),
         ("output_options", {"logprobs": 0}, "logprobs", 0),
         ("output_options", {"logprobs": 100}, "logprobs", 100),
-        ("output_options", {"prompt_logprobs": 2}, "prompt_logprobs", 2),
     ],
 )
 def test_each_option_reaches_its_field(group: str, raw: dict[str, Any], field: str, value: object) -> None:
@@ -162,6 +167,8 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ({"sampling_options": {"n": 1000000.0}}, "n must be 1: this worker gives one choice per request, not 1000000"),
         ({"sampling_options": {"best_of": 3}}, "best_of must be 1: this worker gives one choice per request, not 3"),
         ({"sampling_options": {"use_beam_search": True}}, "beam search is not supported"),
+        ({"output_options": {"prompt_logprobs": 1}}, ECHO),
+        ({"output_options": {"logprobs": 2, "prompt_logprobs": 0}}, ECHO),
         ({"sampling_options": {"guided_decoding": "x"}}, "guided_decoding must be an object"),
         (
             {"sampling_options": {"guided_decoding": {"regex": "a", "json": {}}}},

@@ -87,7 +87,7 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
 
 def _sampling(raw: Mapping[str, Any]) -> Sampling:
     options, stop, output = _mapping(raw, "sampling_options"), _mapping(raw, "stop_conditions"), _mapping(raw, "output_options")
-    _refuse_unsupported(options)
+    _refuse_unsupported(options, output)
     # Most requests set two or three of them, so what is looked up is the given options and not the possible ones.
     chosen = {name: _OPTIONS[name](name, value) for name, value in options.items() if value is not None and name in _OPTIONS}
     _optional(_strings, stop, "stop")  # looked for in the answer, by `stop_strings`
@@ -104,18 +104,22 @@ def _sampling(raw: Mapping[str, Any]) -> Sampling:
         eos_token_ids=eos,
         ignore_eos=_optional(_truth, stop, "ignore_eos") or False,
         logprobs=_optional(_count, output, "logprobs"),
-        prompt_logprobs=_optional(_count, output, "prompt_logprobs"),
         guided=_optional(_guided, options, "guided_decoding"),
     )
 
 
-def _refuse_unsupported(options: Mapping[str, Any]) -> None:
+def _refuse_unsupported(options: Mapping[str, Any], output: Mapping[str, Any]) -> None:
     for name in ("n", "best_of"):
         count = _optional(_integer, options, name)
         if count is not None and count != 1:
             raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count}")
     if _optional(_truth, options, "use_beam_search"):
         raise ClientFault("beam search is not supported")
+    if _optional(_count, output, "prompt_logprobs") is not None:  # what the frontend makes of `echo`
+        raise ClientFault(
+            "echo is not supported: neither the prompt nor log probabilities of its tokens are given back; leave out echo and "
+            "prompt_logprobs"
+        )
 
 
 def _guided(name: str, raw: Any) -> GuidedDecoding | None:

@@ -83,6 +83,13 @@ class _Record(argparse.Action):
         namespace.given = [*given, Said(self.flag, text, spelling, Level.COMMAND_LINE)]
 
 
+_CLIENTS = """What clients can send: /v1/chat/completions, /v1/completions and /v1/responses; /v1/messages (Anthropic) when the
+frontend runs with DYN_ENABLE_ANTHROPIC_API=true, pictures in base64. Dynamo's frontend refuses tools: [] and stop: [], and fields
+that it does not know (verbosity, safety_identifier) unless it runs with DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=true; it drops
+logit_bias and suffix. echo is refused. The portable engine (--engine transformers) refuses response_format other than text and a
+tool_choice that forces a tool."""
+
+
 class _Help(argparse.HelpFormatter):
     """Wraps each line of a help text by itself, so that Dynamo's two-line texts stay two lines."""
 
@@ -114,6 +121,7 @@ def build_parser() -> Parser:
         usage="%(prog)s [--FLAG VALUE]...",
         description="Dynamo worker for TensorRT-LLM: aggregated, prefill, decode or encode. --override-engine-args beats the "
         "command line, which beats the environment, which beats the file of --extra-engine-args, which beats the defaults.",
+        epilog=_CLIENTS,
         formatter_class=_Help,
         allow_abbrev=False,
     )

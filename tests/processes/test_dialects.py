@@ -1,0 +1,137 @@
+"""What README and --help say of clients' requests, asked of Dynamo's real frontend in front of the portable engine."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.trtllm.demo.pictures import draw
+from dynamo.trtllm.utils.trtllm_utils import parse
+from processes.cluster import Cluster, find_http, free_port, wait_until
+from processes.media import png
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+PICTURE = draw(7)
+ENCODED = base64.b64encode(png(PICTURE)).decode()
+ADDRESS = f"data:image/png;base64,{ENCODED}"
+QUESTION = "Describe the image"
+CONTENT = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": ADDRESS}}]
+UNKNOWN = ["verbosity", "safety_identifier", "prompt_cache_retention", "field_of_tomorrow"]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+ECHO = (
+    "echo is not supported: neither the prompt nor log probabilities of its tokens are given back; "
+    "leave out echo and prompt_logprobs"
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(env={"DYN_ENABLE_ANTHROPIC_API": "true"}) as cluster:
+        cluster.frontend()
+        cluster.worker("--engine", "transformers", "--modality", "multimodal")
+        cluster.wait_listed()
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def lenient(cluster: Cluster) -> Cluster:
+    """The same deployment by a second frontend, which lets unknown fields pass and has no Anthropic API."""
+    other = copy.copy(cluster)
+    other.port = free_port()
+    command = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(other.port)]
+    variables = {"DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS": "true", "DYN_ENABLE_ANTHROPIC_API": "false"}
+    cluster.start("lenient", command, variables)
+    wait_until(lambda: '"demo"' in (find_http(f"{other.url}/v1/models") or ""), "listing by the second frontend")
+    return other
+
+
+def describe(cluster: Cluster, **options: Any) -> Any:
+    return cluster.chat(CONTENT, max_tokens=32, temperature=0, **options)
+
+
+def anthropic(source: dict[str, str]) -> dict[str, Any]:
+    content = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
+    return {"model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": content}]}
+
+
+def test_a_picture_is_described_through_each_api(cluster: Cluster) -> None:
+    assert describe(cluster).text == PICTURE.caption
+    asked = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": ADDRESS}]
+    answer = cluster.post("/v1/responses", {"model": "demo", "input": [{"role": "user", "content": asked}], "temperature": 0})
+    assert answer.status == 200
+    assert answer.body["output"][0]["content"][0]["text"] == PICTURE.caption
+    messages = cluster.post("/v1/messages", anthropic({"type": "base64", "media_type": "image/png", "data": ENCODED}))
+    assert messages.status == 200
+    assert messages.body["content"][0]["text"] == PICTURE.caption
+
+
+def test_the_anthropic_api_is_there_only_when_asked_for_and_takes_no_addresses(cluster: Cluster, lenient: Cluster) -> None:
+    body = anthropic({"type": "base64", "media_type": "image/png", "data": ENCODED})
+    assert lenient.post("/v1/messages", body).status == 404
+    assert cluster.post("/v1/messages", anthropic({"type": "url", "url": "http://127.0.0.1:1/x.png"})).status == 400
+
+
+@pytest.mark.parametrize("field", UNKNOWN)
+def test_fields_that_the_frontend_does_not_know_pass_only_with_its_variable(
+    field: str, cluster: Cluster, lenient: Cluster
+) -> None:
+    refused = describe(cluster, **{field: "low"})
+    assert (refused.status, field in refused.message) == (400, True)
+    taken = describe(lenient, **{field: "low"})
+    assert (taken.status, taken.text) == (200, PICTURE.caption)
+
+
+@pytest.mark.parametrize("field", ["tools", "stop"])
+def test_empty_lists_of_tools_and_stop_strings_are_refused_with_the_variable_too(
+    field: str, cluster: Cluster, lenient: Cluster
+) -> None:
+    assert [describe(frontend, **{field: []}).status for frontend in (cluster, lenient)] == [400, 400]
+
+
+def test_logit_bias_and_suffix_change_nothing(cluster: Cluster) -> None:
+    assert describe(cluster, logit_bias={"300": 100}).text == PICTURE.caption
+    plain = cluster.complete("hello", max_tokens=5, temperature=0)
+    assert cluster.complete("hello", max_tokens=5, temperature=0, suffix="bye").text == plain.text
+    assert cluster.complete("hello", max_tokens=5, temperature=0, logit_bias={"300": 100}).text == plain.text
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 0}, {"logprobs": 2}, {"stream": True}])
+def test_echo_is_refused_in_those_words(options: dict[str, Any], cluster: Cluster) -> None:
+    refused = cluster.complete("hello", max_tokens=5, echo=True, **options)
+    assert (refused.status, refused.message) == (400, ECHO)
+    assert cluster.complete("hello", max_tokens=5, echo=False).status == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"response_format": {"type": "json_object"}}, 400),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}}, 400),
+        ({"response_format": {"type": "text"}}, 200),
+        ({"tools": [TOOL], "tool_choice": "required"}, 400),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, 400),
+        ({"tools": [TOOL], "tool_choice": "auto"}, 200),
+        ({"tools": [TOOL], "tool_choice": "none"}, 200),
+    ],
+)
+def test_the_portable_engine_refuses_what_needs_a_grammar(options: dict[str, Any], status: int, cluster: Cluster) -> None:
+    answer = describe(cluster, **options)
+    assert answer.status == status
+    assert status == 200 or "portable engine" in answer.message
+
+
+def test_readme_and_help_name_each_of_these(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    names = ["/v1/messages", "DYN_ENABLE_ANTHROPIC_API=true", "/v1/responses", "verbosity", "safety_identifier", "tools: []"]
+    names += ["stop: []", "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=true", "logit_bias", "suffix", "echo", "response_format"]
+    for name in names:
+        assert name in README, name
+        assert name in told, name
