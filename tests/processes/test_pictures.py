@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
+import struct
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image, ImageCms
 
 from dynamo.trtllm.demo.pictures import draw
 from processes.cluster import Answer, Cluster, Managed
@@ -96,6 +100,57 @@ def test_the_same_picture_by_url_data_url_and_file_gets_the_same_answer(
     inline = "data:image/png;base64," + base64.b64encode(data).decode()
     texts = [ask(cluster, url).text for url in (server.picture_url(5), inline, (directory / "five.png").as_uri())]
     assert texts == [draw(5).caption] * 3
+
+
+def swapped(image: Image.Image) -> tuple[Image.Image, bytes]:
+    """`image` with red and blue exchanged, and a colour profile that exchanges them back."""
+    red, green, blue = image.split()
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    profile = profile.replace(b"rXYZ", b"tmp!").replace(b"bXYZ", b"rXYZ").replace(b"tmp!", b"bXYZ")
+    return Image.merge("RGB", (blue, green, red)), profile
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    image.save(sink, kind, **options)
+    return sink.getvalue()
+
+
+def with_a_megabyte_of_text(data: bytes) -> bytes:
+    body = b"zTXtworkflow\0\0" + zlib.compress(b"x" * 1_100_000)
+    return data[:33] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + data[33:]
+
+
+def test_files_of_other_kinds_get_the_caption_of_their_picture(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    image = draw(5).image
+    mirrored, profile = swapped(image)
+    mirrored.putalpha(255)
+    plain = base64.b64encode(png(draw(5))).decode()
+    server.pages["/text.png"] = with_a_megabyte_of_text(png(draw(5)))
+    server.pages["/profile.png"] = saved(mirrored, "PNG", icc_profile=profile)
+    server.pages["/pages.tiff"] = saved(
+        image, "TIFF", save_all=True, append_images=[draw(9).image], compression="tiff_lzw"
+    )
+    urls = [server.url + path for path in ("/text.png", "/profile.png", "/pages.tiff?sig=%3A%2F")]
+    urls.append("data:binary/octet-stream;base64," + plain)
+    assert [ask(cluster, url).text for url in urls] == [draw(5).caption] * 4
+
+
+def test_a_jpeg_of_thousands_of_passes_is_refused_while_others_are_answered(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    data = saved(draw(3).image.resize((2000, 2000)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    server.pages["/passes.jpg"] = data[:last] + data[last:-2] * 3000 + data[-2:]
+    with ThreadPoolExecutor(8) as pool:
+        attacks = [pool.submit(ask, cluster, server.url + "/passes.jpg") for _ in range(8)]
+        answers = [ask(cluster, server.picture_url(seed)) for seed in (1, 2)]
+        refused = [attack.result() for attack in attacks]
+    assert [answer.text for answer in answers] == [draw(1).caption, draw(2).caption]
+    assert {answer.status for answer in refused} == {400}
+    assert {"image 1: the JPEG goes over its pixels more often than this worker does" in a.message for a in refused} == {True}
 
 
 def test_pictures_keep_the_order_in_which_they_were_sent(cluster: Cluster, worker: Managed, server: PictureServer) -> None:

@@ -89,6 +89,7 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--max-images", "3"], lambda c: c.media.max_images, 3),
     (["--max-image-pixels", "1000"], lambda c: c.media.max_image_pixels, 1000),
     (["--max-request-media-mb", "60"], lambda c: c.media.max_request_bytes, 60 * MIB),
+    (["--image-decode-timeout", "2.5"], lambda c: c.media.decode_timeout_s, 2.5),
     (["--media-fetch-timeout", "0.5"], lambda c: c.media.fetch_timeout_s, 0.5),
     (["--max-media-fetches", "2"], lambda c: c.media.max_fetches, 2),
     (["--max-media-fetches", "2"], lambda c: c.media.fetches_per_host, 1),

@@ -36,7 +36,7 @@ MAX_DECODERS = 4
 """
 SMALL_PIXELS = 4 << 20
 SMALL_BYTES = 4 << 20
-"""A picture of no more pixels and bytes is small: whatever is in it, decoding takes about a second at most."""
+"""A picture of no more pixels and bytes is small: whatever is in it, decoding takes two seconds at most."""
 _PATIENCE = 3
 """A job may take so many times its processor time by the clock, before the process is taken for stuck."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)

@@ -377,6 +377,13 @@ _MEDIA = (
         help="Most pixels of one image, read from its header.",
     ),
     Flag(
+        name="--image-decode-timeout",
+        kind=SECONDS,
+        lands="media.decode_timeout_s",
+        roles=_WITH_MEDIA,
+        help="Longest processor time for decoding one image; then its request is answered with a 400.",
+    ),
+    Flag(
         name="--max-request-media-mb",
         kind=MEBIBYTES,
         lands="media.max_request_bytes",
