@@ -1,7 +1,7 @@
-"""The release that the double plays and the faults that it acts out.
+"""The faults that the double acts out.
 
-`TRTLLM_DOUBLE_RELEASE` chooses the release, `TRTLLM_DOUBLE_SCRIPT` holds `Script` fields as JSON; both are read at import, so
-that a worker process can be scripted. Tests in one process change `script` itself.
+`TRTLLM_DOUBLE_SCRIPT` holds `Script` fields as JSON and is read at import, so that a worker process can be scripted. Tests in one
+process change `script` itself.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 import os
 from dataclasses import dataclass, fields
 
-from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, Release
+from tensorrt_llm._double.release import release
 
-release: Release = RECORD[os.environ.get("TRTLLM_DOUBLE_RELEASE", "1.3.0rc29")]
+__all__ = ["Script", "release", "script"]
 
 
 @dataclass
@@ -25,13 +25,32 @@ class Script:
     """`RequestError` at this token of every request."""
     fatal_at_token: int | None = None
     """The executor shuts down and raises something that is no `RequestError`; others hang."""
+    fatal_ends_others: bool = False
+    """After a fatal error the requests that wait end with it as well, as `_terminal_error` of rc29 allows."""
     hang_at_token: int | None = None
+    handling_fails_at_token: int | None = None
+    handling_error: str = "AssertionError"
+    """What the library's result handling raises at `handling_fails_at_token`: "AssertionError" or "ValueError". The engine lives."""
     shrink_last: int = 0
     """The last step's ids are this many shorter than what was streamed."""
     transfer_fails: bool = False
     encode_fails_on: str | None = None
     """The encoder refuses images of this size, as `WxH`."""
     no_handles: bool = False
+    input_fails_on: str | None = None
+    """Input processing raises `input_error` for images of this size, as `WxH`; "*": for every image."""
+    input_error: str = "RuntimeError"
+    """NotImplementedError, KeyError, RuntimeError, OSError, ValueError, TypeError, AssertionError or IndexError."""
+    hashing_fails: bool = False
+    """Media hashing raises, whatever the request."""
+    transceiver_runtime: str | None = None
+    """What `transceiver_runtime: auto` chooses for this model: "CPP" or "PYTHON"; None: as the release does."""
+    opaque_state: str = "none"
+    """What the Python transceiver leaves in `opaque_state`: "none", "empty" or "bytes"."""
+    dies_idle_after_s: float | None = None
+    """The engine's ranks die this long after construction, without a word; requests hang from then on."""
+    health_blocks_s: float = 0.0
+    """`_check_health` of a dead engine blocks its thread this long, as a message to a dead rank can."""
 
 
 def _from_environment() -> Script:

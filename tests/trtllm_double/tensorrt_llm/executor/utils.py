@@ -1,4 +1,4 @@
-"""The error of one request."""
+"""The error of one request (executor/utils.py)."""
 
 
 class RequestError(RuntimeError):
