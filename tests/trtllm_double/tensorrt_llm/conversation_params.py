@@ -1,4 +1,5 @@
-"""`ConversationParams` (tensorrt_llm/conversation_params.py, after 1.3.0rc20): which conversation a request belongs to."""
+"""`ConversationParams` (tensorrt_llm/conversation_params.py, after 1.3.0rc20): which conversation a request
+belongs to."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 from tensorrt_llm._double.release import release
 
 if not release.conversations:
-    raise ModuleNotFoundError("No module named 'tensorrt_llm.conversation_params'", name="tensorrt_llm.conversation_params")
+    raise ModuleNotFoundError(
+        "No module named 'tensorrt_llm.conversation_params'", name="tensorrt_llm.conversation_params"
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,13 +20,12 @@ class DisaggScheduleStyle(IntEnum):
 
 
 def _post_init(self: Any) -> None:
-    """disaggregated_params.py, 1.2.1 and rc29: handles without hashes get random ones, so nothing is reused."""
+    """disaggregated_params.py, 1.2.1 and rc29: handles without hashes get random ones, so nothing is
+    reused."""
     if self.request_type is not None:
         self.request_type = self.request_type.lower()
         if self.request_type not in REQUEST_TYPES:
-            raise ValueError(
-                f"Unknown request type: {self.request_type}. Must be context_only, generation_only or context_and_generation"
-            )
+            raise ValueError(f"request type {self.request_type} is none of {REQUEST_TYPES}")
     handles, hashes = self.multimodal_embedding_handles, self.multimodal_hashes
     if handles is None:
         return
@@ -35,8 +34,10 @@ def _post_init(self: Any) -> None:
         words = [random.getrandbits(31) for _ in range(8)]
         self.multimodal_hashes = [list(words) for _ in handles]
         return
-    assert len(handles) == len(hashes), "multimodal_embedding_handles and multimodal_hashes must have the same length"
-    assert all(isinstance(h, list) and len(h) == 8 and all(isinstance(n, int) for n in h) for h in hashes), "a hash is eight integers"
+    assert len(handles) == len(hashes), "one hash for each handle"
+    assert all(isinstance(h, list) and len(h) == 8 and all(isinstance(n, int) for n in h) for h in hashes), (
+        "a hash is eight integers"
+    )
 
 
 DisaggregatedParams: Any = make_dataclass(

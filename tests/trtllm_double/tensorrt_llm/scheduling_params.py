@@ -1,4 +1,5 @@
-"""`SchedulingParams` (tensorrt_llm/scheduling_params.py, rc29 exact): which attention-DP rank serves a request."""
+"""`SchedulingParams` (tensorrt_llm/scheduling_params.py, rc29 exact): which attention-DP rank serves a
+request."""
 
 from __future__ import annotations
 

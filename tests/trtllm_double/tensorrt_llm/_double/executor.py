@@ -1,4 +1,5 @@
-"""What stands behind an `LLM`: whether the ranks live, what they recorded, and the requests that they work on."""
+"""What stands behind an `LLM`: whether the ranks live, what they recorded, and the requests that they work
+on."""
 
 from __future__ import annotations
 
@@ -14,14 +15,26 @@ from tensorrt_llm.executor.result import IterationResult, pending
 WINDOW = 16
 """A second attention window, smaller than the context, of which KV events tell as well."""
 BLOCK = 32
-_IBS = """
-    numScheduledRequests numContextRequests numCtxTokens numCtxKvTokens numGenRequests numGenKvTokens numQueuedContextRequests
-    numQueuedCtxTokens numQueuedGenRequests numQueuedGenKvTokens numPausedRequests numPausedKvTokens microBatchId
-""".split()
+_IBS = [
+    "numScheduledRequests",
+    "numContextRequests",
+    "numCtxTokens",
+    "numCtxKvTokens",
+    "numGenRequests",
+    "numGenKvTokens",
+    "numQueuedContextRequests",
+    "numQueuedCtxTokens",
+    "numQueuedGenRequests",
+    "numQueuedGenKvTokens",
+    "numPausedRequests",
+    "numPausedKvTokens",
+    "microBatchId",
+]
 
 
 class Executor:
-    """Proxy to the ranks. `_fatal_error` is what ended them (1.3); `is_shutdown` whether this side has given up."""
+    """Proxy to the ranks. `_fatal_error` is what ended them (1.3); `is_shutdown` whether this side has given
+    up."""
 
     def __init__(self, args: Any, model: Model, max_seq_len: int) -> None:
         self.args, self.model, self.max_seq_len = args, model, max_seq_len
@@ -76,7 +89,8 @@ class Executor:
         """Of a request that is over it does nothing (base_worker.py)."""
 
     def record(self, ids: list[int], names: list[str] | None, salt: str | None, rank: int | None) -> None:
-        """Stats of one iteration and the KV cache events of the prompt's blocks, as far as they are switched on."""
+        """Stats of one iteration and the KV cache events of the prompt's blocks, as far as they are switched
+        on."""
         ranks = self.args.tensor_parallel_size if self.args.enable_attention_dp else 1
         if self.args.enable_iter_perf_stats:
             for row in range(ranks if release.dp_statistics else 1):
@@ -91,16 +105,24 @@ class Executor:
         self.events.queue.put({})
 
     def _row(self, rank: int, tokens: int, ranks: int) -> dict[str, Any]:
-        blocks = {"usedNumBlocks": tokens // BLOCK, "maxNumBlocks": 128, "freeNumBlocks": 128, "tokensPerBlock": BLOCK, "cacheHitRate": 0.0}
+        blocks = {
+            "usedNumBlocks": tokens // BLOCK,
+            "maxNumBlocks": 128,
+            "freeNumBlocks": 128,
+            "tokensPerBlock": BLOCK,
+            "cacheHitRate": 0.0,
+        }
         row: dict[str, Any] = {
-            "iter": next(self._iterations), "iterLatencyMS": 1.0, "numActiveRequests": len(self.active), "numQueuedRequests": 0,
+            "iter": next(self._iterations), "iterLatencyMS": 1.0, "numActiveRequests": len(self.active),
+            "numQueuedRequests": 0,
             "kvCacheStats": blocks, "inflightBatchingStats": dict.fromkeys(_IBS, 0),
         }  # fmt: skip
         return {**row, "attentionDpRank": rank} if ranks > 1 and release.dp_statistics else row
 
     def _event(self, window: int, rank: int | None, data: dict[str, Any]) -> None:
         event: dict[str, Any] = {
-            "event_id": next(self._events_made.setdefault(rank or 0, itertools.count())), "data": data, "window_size": window,
+            "event_id": next(self._events_made.setdefault(rank or 0, itertools.count())), "data": data,
+            "window_size": window,
         }  # fmt: skip
         if rank is not None and self.args.enable_attention_dp:
             event["attention_dp_rank"] = rank

@@ -1,4 +1,5 @@
-"""The double's model: a hash. Its tokens depend on the expanded prompt, its images' embeddings and, when sampled, the seed."""
+"""The double's model: a hash. Its tokens depend on the expanded prompt, its images' embeddings and, when
+sampled, the seed."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ FIRST_ID, SPAN = 300, 50
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the library does with a model class. `placeholder` stands once for each image in a rendered prompt.
+    """What the library does with a model class. `placeholder` stands once for each image in a prompt.
 
-    `splits`: `@support_multimodal_disaggregated`. `token_ids`: `supports_token_id_mm_expansion` where the release has it.
-    `attaches`: form of precomputed embeddings ("tensors", "llama4", "qwen"). `loads_split`: may be loaded with
-    TLLM_MULTIMODAL_DISAGGREGATED=1. `adds_bos`: its usual tokenizer does. `one_handle_in`: releases that take one handle a request.
+    `splits`: `@support_multimodal_disaggregated`. `token_ids`: `supports_token_id_mm_expansion` where the
+    release has it. `attaches`: form of precomputed embeddings ("tensors", "llama4", "qwen"). `loads_split`:
+    may be loaded with TLLM_MULTIMODAL_DISAGGREGATED=1. `adds_bos`: its usual tokenizer does.
+    `one_handle_in`: releases that take one handle a request.
     """
 
     placeholder: str | None = None
@@ -42,21 +44,35 @@ class Architecture:
 
 
 _QWEN: dict[str, Any] = {
-    "placeholder": "<|image_pad|>", "mrope": True, "adds_bos": False, "text_beside_handles": True, "expands_processor_kwargs": True,
+    "placeholder": "<|image_pad|>", "mrope": True, "adds_bos": False, "text_beside_handles": True,
+    "expands_processor_kwargs": True,
 }  # fmt: skip
 ARCHITECTURES = {
     "LlavaNextForConditionalGeneration": Architecture(
-        "<image>", splits=True, token_ids=True, attaches="tensors", one_handle_in=("1.2.1",), expands_processor_kwargs=True
+        "<image>",
+        splits=True,
+        token_ids=True,
+        attaches="tensors",
+        one_handle_in=("1.2.1",),
+        expands_processor_kwargs=True,
     ),
     "LlavaForConditionalGeneration": Architecture("<image>"),
     "Qwen2VLForConditionalGeneration": Architecture(**_QWEN),
     "Qwen2_5_VLForConditionalGeneration": Architecture(splits=True, attaches="qwen", **_QWEN),
-    "Qwen3VLForConditionalGeneration": Architecture(splits=True, attaches="qwen", one_handle_in=("1.2.1",), **_QWEN),
-    "Qwen3VLMoeForConditionalGeneration": Architecture(splits=True, attaches="qwen", one_handle_in=("1.2.1",), **_QWEN),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        splits=True, attaches="qwen", one_handle_in=("1.2.1",), **_QWEN
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        splits=True, attaches="qwen", one_handle_in=("1.2.1",), **_QWEN
+    ),
     "Qwen3_5ForConditionalGeneration": Architecture(splits=True, attaches="qwen", **_QWEN),
     "Qwen3_5MoeForConditionalGeneration": Architecture(splits=True, attaches="qwen", **_QWEN),
-    "NemotronH_Nano_VL_V2": Architecture("<image>", splits=True, token_ids=True, expands_processor_kwargs=True),
-    "Llama4ForConditionalGeneration": Architecture("<|image|>", attaches="llama4", honours_add_special_tokens=True),
+    "NemotronH_Nano_VL_V2": Architecture(
+        "<image>", splits=True, token_ids=True, expands_processor_kwargs=True
+    ),
+    "Llama4ForConditionalGeneration": Architecture(
+        "<|image|>", attaches="llama4", honours_add_special_tokens=True
+    ),
     "Mistral3ForConditionalGeneration": Architecture("[IMG]", loads_split=False),
     "Gemma3ForConditionalGeneration": Architecture("<start_of_image>", loads_split=False),
     "Gemma4ForConditionalGeneration": Architecture("<|image|>"),
@@ -67,12 +83,15 @@ TEXT_ONLY = Architecture()
 
 
 class Tokenizer:
-    """The directory's `tokenizer.json`, with its own special tokens; without one, a toy that knows numbers and a few words.
+    """The directory's `tokenizer.json`, with its own special tokens; without one, a toy that knows numbers
+    and a few words.
 
     As a tokenizer of transformers it adds its special tokens unless told otherwise.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], architecture: Architecture, image_id: int | None) -> None:
+    def __init__(
+        self, path: Path, config: dict[str, Any], architecture: Architecture, image_id: int | None
+    ) -> None:
         self._real: Any = None
         file, described = path / "tokenizer.json", _json(path / "tokenizer_config.json")
         self.eos_token_id, self.pad_token_id = EOS, EOS
@@ -90,7 +109,12 @@ class Tokenizer:
         self.bos_token_id = self._prefix[0] if self._prefix else self._id(self.bos_token)
         self.eos_token = described.get("eos_token", "</s>")
         self.vocab_size = int(config.get("vocab_size", 32000))
-        self._words = {"<s>": BOS, architecture.placeholder or "<image>": image_id, "<|vision_start|>": 4, "<|vision_end|>": 5}
+        self._words = {
+            "<s>": BOS,
+            architecture.placeholder or "<image>": image_id,
+            "<|vision_start|>": 4,
+            "<|vision_end|>": 5,
+        }
         self._names = {number: word for word, number in self._words.items()}
 
     def _id(self, token: Any) -> int | None:
@@ -105,7 +129,8 @@ class Tokenizer:
         for word in self._words:
             text = text.replace(word, f" {word} ")
         head = self._prefix if add_special_tokens else []
-        return head + [self._words[w] if w in self._words else _number(w) for w in text.split()]  # type: ignore[misc]
+        ids = (self._words[w] if w in self._words else _number(w) for w in text.split())
+        return head + [i for i in ids if i is not None]
 
     def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = [ids] if isinstance(ids, int) else list(ids)
@@ -133,8 +158,11 @@ class Model:
         self.max_positions = int(text.get("max_position_embeddings", 512))
         levels = (self.config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
         self.width = self.hidden * (1 + len(levels))
-        """Numbers in a row of an image's embedding, with the deepstack levels side by side (modeling_qwen3vl.py)."""
-        self.tokenizer = Tokenizer(directory, {**self.config, "vocab_size": self.vocab_size}, self.architecture, self.image_id)
+        """Numbers in a row of an image's embedding, with the deepstack levels side by side
+        (modeling_qwen3vl.py)."""
+        self.tokenizer = Tokenizer(
+            directory, {**self.config, "vocab_size": self.vocab_size}, self.architecture, self.image_id
+        )
 
     def grid(self, image: Any) -> tuple[int, int, int]:
         """An image becomes one row for each 28 pixels squared, as in Qwen's models."""
@@ -148,7 +176,8 @@ class Model:
         return (rows.expand(height * width, self.width) % 97).to(torch.float32).contiguous()
 
     def in_vocabulary(self, ids: Sequence[int]) -> list[int]:
-        """An expanded prompt with the image token where 1.2 writes `vocab_size + 1`, so that all releases give the same answers."""
+        """An expanded prompt with the image token where 1.2 writes `vocab_size + 1`, so that all releases
+        give the same answers."""
         return [self.image_id if i == self.vocab_size + 1 and self.image_id is not None else i for i in ids]
 
 
@@ -201,7 +230,8 @@ def mrope_positions(
 
 
 def square_grid(tokens: int) -> tuple[int, int, int]:
-    """The most square grid of so many tokens: what the library guesses for a picture of which it has the embedding only."""
+    """The most square grid of so many tokens: what the library guesses for a picture of which it has the
+    embedding only."""
     height = next(h for h in range(int(tokens**0.5), 0, -1) if tokens % h == 0)
     return 1, height, tokens // height
 

@@ -1,7 +1,8 @@
 """KV blocks of contexts that decode has not fetched yet.
 
-The context's engine holds them until decode has fetched them or `kv_transfer_timeout_ms` has passed (None: for ever). Held contexts
-are files in `TRTLLM_DOUBLE_PINS` where that names a folder, so that tests can see those of worker processes; else they are kept here.
+The context's engine holds them until decode has fetched them or `kv_transfer_timeout_ms` has passed (None:
+for ever). Held contexts are files in `TRTLLM_DOUBLE_PINS` where that names a folder, so that tests can see
+those of worker processes; else they are kept here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def hold(name: str, timeout_ms: float | None) -> None:
 
 
 def release(name: str) -> bool:
-    """Decode has fetched it. False: it was fetched before, or its time was over; a context of an unknown process counts as held."""
+    """Decode has fetched it. False: it was fetched before, or its time was over; a context of an unknown
+    process counts as held."""
     folder = _folder()
     if folder is not None:
         known = name in held()

@@ -1,4 +1,5 @@
-"""The releases that the double can play, and the one that it plays: `TRTLLM_DOUBLE_RELEASE`, 1.3.0rc29 by default."""
+"""The releases that the double can play, and the one that it plays: `TRTLLM_DOUBLE_RELEASE`, 1.3.0rc29 by
+default."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tensorrt_llm._double import tables
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One release. A flag says how it behaves; where that was read stands in `tests/trtllm_double/README.md`."""
+    """One release. A flag says how it behaves; where that was read stands in
+    `tests/trtllm_double/README.md`."""
 
     version: str
     arguments: Mapping[str, Any]
@@ -24,13 +26,15 @@ class Release:
     build_config: bool = False
     """`tensorrt_llm.llmapi.BuildConfig` and the TensorRT backend's arguments exist."""
     request_ids: str | None = None
-    """Parameters of `get_global_disagg_request_id`: "node" (rc22 and later), "machine" before, None where there is none."""
+    """Parameters of `get_global_disagg_request_id`: "node" (rc22 and later), "machine" before, None where
+    there is none."""
     preprocess: bool = False
     capacity: bool = False
     """`get_kv_cache_capacity` exists."""
     conversations: bool = False
     fast_path: bool = False
-    """Some processors take token ids beside images as they are; before, all ids are decoded and tokenized again by the LLM."""
+    """Some processors take token ids beside images as they are; before, all ids are decoded and tokenized
+    again by the LLM."""
     uuids: bool = False
     one_encoder_handle: bool = False
     """An encode request yields one concatenated tensor in a list of one."""
@@ -58,15 +62,19 @@ class Release:
 
 
 _LATER: dict[str, Any] = {
-    "generate": tables.GENERATE_RC29, "sampling": tables.SAMPLING_RC29, "choices": tables.CHOICES_RC29, "request_ids": "node",
-    "preprocess": True, "capacity": True, "conversations": True, "fast_path": True, "uuids": True, "fresh_mrope": True,
-    "int32_deltas": True, "ignore_eos_drops_stops": True, "trims_logprobs": True, "error_finishes": True, "health_sees_death": True,
+    "generate": tables.GENERATE_RC29, "sampling": tables.SAMPLING_RC29, "choices": tables.CHOICES_RC29,
+    "request_ids": "node",
+    "preprocess": True, "capacity": True, "conversations": True, "fast_path": True, "uuids": True,
+    "fresh_mrope": True,
+    "int32_deltas": True, "ignore_eos_drops_stops": True, "trims_logprobs": True, "error_finishes": True,
+    "health_sees_death": True,
     "salted_events": True, "media_keys": True, "dp_statistics": True,
 }  # fmt: skip
 RELEASES: Mapping[str, Release] = {
     "1.2.1": Release(
         version="1.2.1", arguments=tables.ARGUMENTS_121, nested=tables.NESTED_121, choices=tables.CHOICES_121,
-        generate=tables.GENERATE_121, sampling=tables.SAMPLING_121, disaggregated=tables.DISAGGREGATED_121, build_config=True,
+        generate=tables.GENERATE_121, sampling=tables.SAMPLING_121, disaggregated=tables.DISAGGREGATED_121,
+        build_config=True,
         one_encoder_handle=True, out_of_vocabulary=True, overlap_refused=True, ends_with_end_id=True,
     ),
     "1.3.0rc29": Release(
@@ -74,7 +82,8 @@ RELEASES: Mapping[str, Release] = {
         disaggregated=tables.DISAGGREGATED_RC29, **_LATER,
     ),
     "1.4.0rc2": Release(
-        version="1.4.0rc2", arguments=tables.ARGUMENTS_140, nested=tables.NESTED_140, disaggregated=tables.DISAGGREGATED_140,
+        version="1.4.0rc2", arguments=tables.ARGUMENTS_140, nested=tables.NESTED_140,
+        disaggregated=tables.DISAGGREGATED_140,
         default_runtime="PYTHON", **_LATER,
     ),
 }  # fmt: skip

@@ -27,12 +27,27 @@ MIN_GLOBAL_ID, MAX_GLOBAL_ID = 1 << 40, (1 << 63) - 1
 
 
 class Run:
-    """See the module. `media` is what the input processor made; handles in it are opened here, as the rank does."""
+    """See the module. `media` is what the input processor made; handles in it are opened here, as the rank
+    does."""
 
     def __init__(
-        self, executor: Executor, number: int, ids: list[int], media: MultimodalParams | None, params: Any, disagg: Any, llm: Any
+        self,
+        executor: Executor,
+        number: int,
+        ids: list[int],
+        media: MultimodalParams | None,
+        params: Any,
+        disagg: Any,
+        llm: Any,
     ) -> None:
-        self.executor, self.number, self.ids, self.params, self.disagg, self.llm = executor, number, ids, params, disagg, llm
+        self.executor, self.number, self.ids, self.params, self.disagg, self.llm = (
+            executor,
+            number,
+            ids,
+            params,
+            disagg,
+            llm,
+        )
         self.model = executor.model
         self.result: GenerationResult
         self.made = 0
@@ -43,7 +58,11 @@ class Run:
         self.fault: str | None = None
         self.features = self._open(media)
         self.key = request_key(self.model.in_vocabulary(ids), self.features)
-        self.stops = [] if params.ignore_eos and release.ignore_eos_drops_stops else params._get_stop_reasons_and_words()
+        self.stops = (
+            []
+            if params.ignore_eos and release.ignore_eos_drops_stops
+            else params._get_stop_reasons_and_words()
+        )
         self.end_id = -1 if params.ignore_eos else params.end_id
 
     def abort(self) -> None:
@@ -93,7 +112,7 @@ class Run:
             if media.embedding_handles is not None:
                 media.features = [to_tensor(handle) for handle in media.embedding_handles]
             positions, deltas = media.mrope
-            if positions is not None and deltas is not None and media.mrope_opened:
+            if positions is not None and deltas is not None:
                 self.mrope = to_tensor(positions), to_tensor(deltas)
         except Exception as error:
             self.fault = str(error)
@@ -105,11 +124,15 @@ class Run:
             await self._hang()
         section = self.executor.args.cache_transceiver_config
         if self.kind in ("context_only", "generation_only") and (section is None or section.backend is None):
-            self._die(AssertionError("kv_cache_transceiver is disabled, please set 'cache_transceiver_config: backend:<backend_type>`"))
-        if self.kind == "context_only" and release.overlap_refused and not self.executor.args.disable_overlap_scheduler:
-            self._die(ValueError("Context only requests are not supported in pytorch backend when overlap is enabled."))
+            self._die(AssertionError("this engine has no KV cache transceiver"))
+        if (
+            self.kind == "context_only"
+            and release.overlap_refused
+            and not self.executor.args.disable_overlap_scheduler
+        ):
+            self._die(ValueError("a context-only request beside the overlap scheduler"))
         if self.limit <= 0:
-            raise RequestError(f"`default_max_tokens` ({self.limit}) must be greater than 0")
+            raise RequestError(f"the prompt leaves room for {self.limit} tokens")
         if self.fault is not None:
             raise RequestError(self.fault)
         if self.params.guided_decoding is not None and self.executor.args.guided_decoding_backend is None:
@@ -118,16 +141,21 @@ class Run:
 
     def _forward_media(self) -> None:
         """modeling_qwen2vl.py: positions of the whole prompt, and deltas for the int32 cache."""
-        if self.model.architecture.mrope and self.media is not None and self.media.embedding_handles is not None and self.mrope is None:
+        if (
+            self.model.architecture.mrope
+            and self.media is not None
+            and self.media.embedding_handles is not None
+            and self.mrope is None
+        ):
             raise RequestError("'mrope_config'")
         if self.mrope is None:
             return
         positions, deltas = self.mrope
         ids = self.model.in_vocabulary(self.ids)
         if release.int32_deltas and deltas.dtype != torch.int32:
-            raise RequestError("index_copy_(): self and source expected to have the same dtype, but got (self) Int and (source) Long")
+            raise RequestError("the delta cache is int32 and the given deltas are not")
         if tuple(positions.shape) != (3, 1, len(ids)) or tuple(deltas.shape) != (1, 1):
-            raise RequestError("The size of the position ids must match the size of the prompt")
+            raise RequestError("the positions are for another prompt")
         if int(positions.max()) + 1 - len(ids) != int(deltas):
             raise RequestError("deltas do not fit the positions")
         text = [i for i, token in enumerate(ids) if token != self.model.image_id]
@@ -140,7 +168,9 @@ class Run:
         if self.made == script.fail_at_token:
             raise RequestError("the engine failed at /some/server/path")
         if self.made == script.handling_fails_at_token:
-            raise {"AssertionError": AssertionError, "ValueError": ValueError}[script.handling_error]("Unknown finish reason")
+            raise {"AssertionError": AssertionError, "ValueError": ValueError}[script.handling_error](
+                "Unknown finish reason"
+            )
         if self.made == script.fatal_at_token:
             self._die(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
@@ -237,11 +267,18 @@ class Run:
         self.executor.active.discard(self.number)
 
     def _export_state(self, output: CompletionOutput) -> None:
-        """What was given, with the context's fields put in (executor/result.py): hashes and ids stay, embedding handles go."""
-        state = {"key": self.key, "prompt": request_key(self.ids, []), "images": bool(self.features), "pin": self._pin_name()}
+        """What was given, with the context's fields put in (executor/result.py): hashes and ids stay,
+        embedding handles go."""
+        state = {
+            "key": self.key,
+            "prompt": request_key(self.ids, []),
+            "images": bool(self.features),
+            "pin": self._pin_name(),
+        }
         packed = json.dumps(state).encode()
         fields: dict[str, Any] = {
-            "request_type": "context_only", "first_gen_tokens": list(output.token_ids), "ctx_request_id": self.number,
+            "request_type": "context_only", "first_gen_tokens": list(output.token_ids),
+            "ctx_request_id": self.number,
             "opaque_state": MAGIC + packed, "draft_tokens": None, "multimodal_embedding_handles": None,
         }  # fmt: skip
         if "ctx_info_endpoint" in release.disaggregated:
@@ -276,7 +313,9 @@ class Run:
         if script.transfer_fails or state is None or not self.disagg.first_gen_tokens:
             raise RequestError(TRANSFER_FAILED)
         number = getattr(self.disagg, "disagg_request_id", None)
-        if release.request_ids is not None and (number is None or not MIN_GLOBAL_ID <= number < MAX_GLOBAL_ID):
+        if release.request_ids is not None and (
+            number is None or not MIN_GLOBAL_ID <= number < MAX_GLOBAL_ID
+        ):
             raise RequestError(TRANSFER_FAILED)
         if state["prompt"] != request_key(self.ids, []):
             raise RequestError("the prompt is not the one that was prefilled")
@@ -291,12 +330,18 @@ class Run:
         if self.runtime == "PYTHON":
             endpoint = getattr(self.disagg, "ctx_info_endpoint", None)
             ranked = getattr(self.disagg, "ctx_dp_rank", None) is not None
-            return json.loads(base64.urlsafe_b64decode(endpoint.rsplit("/", 1)[1])) if endpoint and ranked else None
+            return (
+                json.loads(base64.urlsafe_b64decode(endpoint.rsplit("/", 1)[1]))
+                if endpoint and ranked
+                else None
+            )
         raw = self.disagg.opaque_state
         return json.loads(raw[len(MAGIC) :]) if isinstance(raw, bytes) and raw.startswith(MAGIC) else None
 
     def _first_logprobs(self) -> Any:
         rows = getattr(self.disagg, "first_gen_log_probs", None)
         if rows and self.params.logprobs is not None:
-            assert all(isinstance(p, Logprob) for row in rows for p in row.values()), "logprobs must be the library's own"
+            assert all(isinstance(p, Logprob) for row in rows for p in row.values()), (
+                "logprobs must be the library's own"
+            )
         return rows

@@ -1,7 +1,7 @@
 """The faults that the double acts out.
 
-`TRTLLM_DOUBLE_SCRIPT` holds `Script` fields as JSON and is read at import, so that a worker process can be scripted. Tests in one
-process change `script` itself.
+`TRTLLM_DOUBLE_SCRIPT` holds `Script` fields as JSON and is read at import, so that a worker process can be
+scripted. Tests in one process change `script` itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Script:
     hang_at_token: int | None = None
     handling_fails_at_token: int | None = None
     handling_error: str = "AssertionError"
-    """What the library's result handling raises at `handling_fails_at_token`: "AssertionError" or "ValueError". The engine lives."""
+    """What the library's result handling raises at `handling_fails_at_token`: "AssertionError" or
+    "ValueError". The engine lives."""
     shrink_last: int = 0
     """The last step's ids are this many shorter than what was streamed."""
     transfer_fails: bool = False
@@ -40,11 +41,13 @@ class Script:
     input_fails_on: str | None = None
     """Input processing raises `input_error` for images of this size, as `WxH`; "*": for every image."""
     input_error: str = "RuntimeError"
-    """NotImplementedError, KeyError, RuntimeError, OSError, ValueError, TypeError, AssertionError or IndexError."""
+    """NotImplementedError, KeyError, RuntimeError, OSError, ValueError, TypeError, AssertionError or
+    IndexError."""
     hashing_fails: bool = False
     """Media hashing raises, whatever the request."""
     transceiver_runtime: str | None = None
-    """What `transceiver_runtime: auto` chooses for this model: "CPP" or "PYTHON"; None: as the release does."""
+    """What `transceiver_runtime: auto` chooses for this model: "CPP" or "PYTHON"; None: as the release
+    does."""
     opaque_state: str = "none"
     """What the Python transceiver leaves in `opaque_state`: "none", "empty" or "bytes"."""
     dies_idle_after_s: float | None = None

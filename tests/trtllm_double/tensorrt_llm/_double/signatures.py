@@ -1,4 +1,5 @@
-"""Signatures and pydantic classes made from the tables, so that the double refuses exactly what the release does not have."""
+"""Signatures and pydantic classes made from the tables, so that the double refuses exactly what the release
+does not have."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from tensorrt_llm._double.release import Release
 from tensorrt_llm._double.tables import OF_ITS_OWN, REQUIRED, SECTIONS
 
-STRICT = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True, validate_assignment=False)
+STRICT = ConfigDict(
+    extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True, validate_assignment=False
+)
 
 
 class CapacitySchedulerPolicy(str, Enum):
@@ -27,7 +30,9 @@ def signature(parameters: Mapping[str, Any]) -> inspect.Signature:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     made = [inspect.Parameter("self", kind)]
     for name, default in parameters.items():
-        made.append(inspect.Parameter(name, kind, default=inspect.Parameter.empty if default is REQUIRED else default))
+        made.append(
+            inspect.Parameter(name, kind, default=inspect.Parameter.empty if default is REQUIRED else default)
+        )
     return inspect.Signature(made)
 
 
@@ -36,21 +41,29 @@ def configuration_classes(release: Release) -> dict[str, type[BaseModel]]:
     classes: dict[str, type[BaseModel]] = {}
     holders = ("KvCacheConfig", "SchedulerConfig")
     for name in [*(n for n in release.nested if n not in holders), *holders]:
-        fields = {key: _field(release, f"{name}.{key}", key, value, classes) for key, value in release.nested[name].items()}
+        fields = {
+            key: _field(release, f"{name}.{key}", key, value, classes)
+            for key, value in release.nested[name].items()
+        }
         classes[name] = create_model(name, __config__=STRICT, **fields)  # type: ignore[call-overload]
     return classes
 
 
-def arguments_class(release: Release, classes: Mapping[str, type[BaseModel]], name: str = "TorchLlmArgs") -> type[BaseModel]:
+def arguments_class(
+    release: Release, classes: Mapping[str, type[BaseModel]], name: str = "TorchLlmArgs"
+) -> type[BaseModel]:
     fields = {key: _field(release, key, key, default, classes) for key, default in release.arguments.items()}
     made: type[BaseModel] = create_model(name, __config__=STRICT, **fields)  # type: ignore[call-overload]
     return made
 
 
-def _field(release: Release, dotted: str, key: str, default: Any, classes: Mapping[str, type[BaseModel]]) -> tuple[Any, Any]:
+def _field(
+    release: Release, dotted: str, key: str, default: Any, classes: Mapping[str, type[BaseModel]]
+) -> tuple[Any, Any]:
     nested = classes.get(SECTIONS.get(key, ""))
     if nested is not None:
-        return (nested, Field(default_factory=nested)) if default is OF_ITS_OWN else (Optional[nested], None)  # noqa: UP045
+        made = default is OF_ITS_OWN
+        return (nested, Field(default_factory=nested)) if made else (Optional[nested], None)  # noqa: UP045
     if key == "capacity_scheduler_policy":
         return CapacitySchedulerPolicy, CapacitySchedulerPolicy(default)
     if key == "load_format":

@@ -1,7 +1,8 @@
-"""Handles of tensors: they travel as JSON and are good on one host (`tensorrt_llm/_torch/shared_tensor`, 1.2 to 1.3).
+"""Handles of tensors: they travel as JSON and are good on one host (`tensorrt_llm/_torch/shared_tensor`, 1.2
+to 1.3).
 
-The real one holds CUDA IPC or shared memory, which its producer frees once a consumer has opened it. So here each handle must be
-opened exactly once: opened never it is a leak, opened again it is gone.
+The real one holds CUDA IPC or shared memory, which its producer frees once a consumer has opened it. So here
+each handle must be opened exactly once: opened never it is a leak, opened again it is gone.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ class SharedTensorContainer:
         payload = base64.b64encode(buffer.getvalue()).decode()
         return cls(
             _METHOD,
-            {"name": name, "tensor_size": list(tensor.shape), "tensor_stride": list(tensor.stride()), "storage_handle": payload,
-             "storage_dtype": str(tensor.dtype)},
-        )  # fmt: skip
+            {
+                "name": name,
+                "tensor_size": list(tensor.shape),
+                "tensor_stride": list(tensor.stride()),
+                "storage_dtype": str(tensor.dtype),
+                "storage_handle": payload,
+            },
+        )
 
     def dump_to_dict(self) -> dict[str, Any]:
         return {"method_key": self.method_key, **self.tensor_handle}
@@ -47,16 +53,16 @@ class SharedTensorContainer:
         """Raises `KeyError` for a dictionary that is no handle, `ValueError` for one of an unknown kind."""
         key = tensor_info["method_key"]
         if key not in (1, _METHOD):
-            raise ValueError(f"Unsupported shared tensor method key: {key}")
+            raise ValueError(f"a handle of kind {key}")
         missing = [name for name in ("name", "tensor_size", "storage_handle") if name not in tensor_info]
         if missing:
-            raise KeyError(f"Missing required tensor information: '{missing[0]}'")
+            raise KeyError(f"a handle without {missing[0]}")
         return cls(key, {name: value for name, value in tensor_info.items() if name != "method_key"})
 
     def get_local_view(self) -> torch.Tensor:
         name = self.tensor_handle["name"]
         if name in opened:
-            raise RuntimeError(f"unable to open shared memory object </torch_{name}> in read-write mode: No such file (2)")
+            raise RuntimeError(f"the shared memory of handle {name} is gone")
         opened.add(name)
         made.pop(name, None)
         raw = base64.b64decode(self.tensor_handle["storage_handle"])
@@ -70,4 +76,3 @@ def to_handle(tensor: torch.Tensor) -> dict[str, Any]:
 
 def to_tensor(handle: dict[str, Any]) -> torch.Tensor:
     return SharedTensorContainer.from_dict(handle).get_local_view()
-

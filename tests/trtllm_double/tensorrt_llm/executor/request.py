@@ -13,7 +13,9 @@ class GenerationRequest:
     def __init__(self, prompt_token_ids: Any, sampling_params: Any, **_: Any) -> None:
         ids = prompt_token_ids.tolist() if hasattr(prompt_token_ids, "tolist") else prompt_token_ids
         if not isinstance(ids, list):
-            raise TypeError(f"prompt_token_ids ({prompt_token_ids!r}) should be an instance of torch.Tensor, np.ndarray or list")
-        assert all(isinstance(token, int) and not isinstance(token, bool) for token in ids), "token ids must be integers"
+            raise TypeError(f"token ids of type {type(prompt_token_ids).__name__}")
+        assert all(isinstance(token, int) and not isinstance(token, bool) for token in ids), (
+            "token ids must be integers"
+        )
         self.prompt_token_ids: list[int] = list(ids)
         self.sampling_params = sampling_params

@@ -63,13 +63,20 @@ class CompletionOutput:
 
 
 class GenerationResult:
-    """Awaitable, an async iterator that yields itself after each step, and readable with `result()` where no loop runs.
+    """Awaitable, an async iterator that yields itself after each step, and readable with `result()` where no
+    loop runs.
 
-    `abort` may be called at any time; once the request is over it has no effect (base_worker.py, `abort_request`).
+    `abort` may be called at any time; once the request is over it has no effect (base_worker.py,
+    `abort_request`).
     """
 
     def __init__(
-        self, request_id: int, prompt_token_ids: list[int], steps: AsyncIterator[None], on_abort: Callable[[], None], choices: int = 1
+        self,
+        request_id: int,
+        prompt_token_ids: list[int],
+        steps: AsyncIterator[None],
+        on_abort: Callable[[], None],
+        choices: int = 1,
     ) -> None:
         self._loop = _running_loop()
         self.id = self.request_id = request_id
@@ -127,7 +134,7 @@ class GenerationResult:
 
     async def _next(self) -> None:
         """A reader that is cancelled stops waiting; the engine goes on."""
-        assert self._loop is not None, "The asyncio event loop was not present during initialization, so async operations are not available."
+        assert self._loop is not None, "no event loop ran when this result was made"
         if self._terminal_error is not None:
             raise self._terminal_error
         if self._pending is None:

@@ -1,6 +1,6 @@
 """The library's input package: prompt forms and input processors."""
 
-from tensorrt_llm.inputs.data import prompt_inputs
+from tensorrt_llm.inputs.data import TextPrompt, TokensPrompt, prompt_inputs
 from tensorrt_llm.inputs.multimodal import DisaggPrefillMultimodalInputs, MultimodalParams
 from tensorrt_llm.inputs.multimodal_data import VideoData
 from tensorrt_llm.inputs.registry import (
@@ -16,6 +16,8 @@ __all__ = [
     "DefaultInputProcessor",
     "DisaggPrefillMultimodalInputs",
     "MultimodalParams",
+    "TextPrompt",
+    "TokensPrompt",
     "VideoData",
     "async_load_image",
     "async_load_video",

@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass
 class MultimodalParams:
-    """Embeddings of a prompt's images, in order, the names of their contents, and the mRoPE handles that go with them."""
+    """Embeddings of a prompt's images, in order, the names of their contents, and the mRoPE handles that go
+    with them."""
 
     features: list[Any] = field(default_factory=list)
     embedding_handles: list[dict[str, Any]] | None = None
@@ -16,8 +17,6 @@ class MultimodalParams:
     """64 hexadecimal digits or the caller's own name per image; None: hashing is off."""
     mrope: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
     grids: list[tuple[int, int, int]] | None = None
-    mrope_opened: bool = True
-    """True: the rank opens the handles for good; False: they are handed on as they are (1.2.1, pictures)."""
 
     @property
     def multimodal_hashes(self) -> list[str] | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass
 class VideoData:
-    """Frames of a video and what is known of it. Raises `ValueError` without frames, `TypeError` without a dictionary."""
+    """Frames of a video and what is known of it. Raises `ValueError` without frames, `TypeError` without a
+    dictionary."""
 
     frames: list[Any]
     metadata: dict[str, Any]

@@ -1,7 +1,8 @@
-"""Input processors (inputs/registry.py and the model files under _torch/models), which turn a prompt with media into token ids.
+"""Input processors (inputs/registry.py and the model files under _torch/models), which turn a prompt with
+media into token ids.
 
-Refusals have the library's exception types. They are raised where the library raises them: in `LLM.preprocess`, or in
-`generate_async` where a release has no `preprocess`.
+Refusals have the library's exception types. They are raised where the library raises them: in
+`LLM.preprocess`, or in `generate_async` where a release has no `preprocess`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class DefaultInputProcessor:
 
     def __call__(self, inputs: dict[str, Any], sampling_params: Any) -> Processed:
         if self.tokenizer is None:
-            raise ValueError("tokenizer is required to tokenize string prompt")
+            raise ValueError("no tokenizer for a text prompt")
         return self.tokenizer.encode(inputs["prompt"], sampling_params.add_special_tokens), None
 
     def multimodal_hashes(self, inputs: dict[str, Any]) -> list[str]:
-        raise NotImplementedError(f"cannot find processor in {type(self).__name__}.")
+        raise NotImplementedError(f"{type(self).__name__} has no processor")
 
 
 class BaseMultimodalInputProcessor(DefaultInputProcessor):
@@ -56,7 +57,8 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
         return len(self.model.features(image))
 
     def __call__(self, inputs: dict[str, Any], sampling_params: Any) -> Processed:
-        """Token ids beside media: used as they are on the fast path, else decoded and tokenized again (registry.py, 1.3)."""
+        """Token ids beside media: used as they are on the fast path, else decoded and tokenized again
+        (registry.py, 1.3)."""
         if inputs.get("prompt") is not None:
             return self.call_with_text_prompt(inputs, sampling_params)
         if self.supports_token_id_mm_expansion:
@@ -76,54 +78,71 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
 
     def multimodal_hashes(self, inputs: dict[str, Any]) -> list[str]:
         if script.hashing_fails:
-            raise NotImplementedError("get_num_multimodal_tokens is not implemented")
+            raise NotImplementedError("media hashing failed")
         images = (inputs["multi_modal_data"] or {}).get("image") or []
         uuids = (inputs.get("multi_modal_uuids") or {}).get("image") if release.uuids else None
         if uuids is not None and len(uuids) != len(images):
-            raise ValueError(f"multi_modal_uuids for modality 'image' must match its data, got {len(uuids)} and {len(images)}")
-        return [uuid or media_hash(image) for image, uuid in zip(images, uuids or [None] * len(images), strict=True)]
+            raise ValueError(f"{len(uuids)} names for {len(images)} images")
+        return [
+            uuid or media_hash(image)
+            for image, uuid in zip(images, uuids or [None] * len(images), strict=True)
+        ]
 
-    def attach_multimodal_embeddings(self, inputs: dict[str, Any], embedding: Any, sampling_params: Any) -> Processed:
-        attach = {"tensors": self._attach_tensors, "llama4": self._attach_llama4, "qwen": self._attach_qwen}.get(
-            self.model.architecture.attaches or ""
-        )
+    def attach_multimodal_embeddings(
+        self, inputs: dict[str, Any], embedding: Any, sampling_params: Any
+    ) -> Processed:
+        attach = {
+            "tensors": self._attach_tensors,
+            "llama4": self._attach_llama4,
+            "qwen": self._attach_qwen,
+        }.get(self.model.architecture.attaches or "")
         if attach is None or (attach == self._attach_qwen and not release.fast_path):
-            raise NotImplementedError(f"{type(self).__name__} does not support external multimodal embeddings")
+            raise NotImplementedError("this model takes no embeddings")
         if not inputs.get("prompt"):
-            raise ValueError("Text prompt is required but not provided")
+            raise ValueError("the text prompt is missing")
         if not isinstance(embedding, dict):
-            raise ValueError("multimodal_embedding must be a dictionary")
+            raise ValueError("embeddings must be a dictionary")
         if "image" not in embedding:
-            raise ValueError("Only image modality is supported for external multimodal embedding")
+            raise ValueError("embeddings of images only")
         return attach(inputs, embedding["image"], sampling_params)
 
-    def build_disagg_prefill_multimodal_inputs(self, inputs: dict[str, Any], handles: Any) -> DisaggPrefillMultimodalInputs:
-        """1.3: modeling_qwen2vl.py, modeling_qwen3vl.py. 1.2 has it as `get_prompt_token_ids`: modeling_llava_next.py."""
+    def build_disagg_prefill_multimodal_inputs(
+        self, inputs: dict[str, Any], handles: Any
+    ) -> DisaggPrefillMultimodalInputs:
+        """1.3: modeling_qwen2vl.py, modeling_qwen3vl.py. 1.2 has it as `get_prompt_token_ids`:
+        modeling_llava_next.py."""
         architecture = self.model.architecture
         by_text = architecture.text_beside_handles or release.out_of_vocabulary
         if by_text and not inputs.get("prompt"):
-            raise ValueError("Text prompt is required but not provided")
+            raise ValueError("the text prompt is missing")
         if not isinstance(handles, list):
-            raise TypeError("mm_handles must be a list")
+            raise TypeError("handles must be a list")
         if release.version in architecture.one_handle_in and len(handles) != 1:
-            raise NotImplementedError("Only one mm_handle is supported for now")
+            raise NotImplementedError("this model takes one embedding handle a request")
         self._check_widths(handles)
-        ids = self.tokenizer.encode(inputs["prompt"]) if inputs.get("prompt") else list(inputs["prompt_token_ids"])  # type: ignore[union-attr]
+        ids = (
+            self.tokenizer.encode(inputs["prompt"])
+            if inputs.get("prompt")
+            else list(inputs["prompt_token_ids"])
+        )  # type: ignore[union-attr]
         lengths = [handle["tensor_size"][0] for handle in handles]
-        assert ids.count(self.model.image_id) == len(handles), "Number of images must match number of mm_handles"
+        assert ids.count(self.model.image_id) == len(handles), "one handle for each placeholder"
         return DisaggPrefillMultimodalInputs(self._expanded(ids, lengths), lengths)
 
     def _check_widths(self, handles: list[dict[str, Any]]) -> None:
         for number, handle in enumerate(handles):
             width = handle["tensor_size"][1]
             if width != self.model.width and not self.model.architecture.mrope:
-                raise AssertionError("Multimodal embedding hidden size must match model hidden size")
+                raise AssertionError("an embedding is not as wide as the model")
             if width != self.model.width:
-                raise RuntimeError(f"Multimodal embedding {number} hidden size {width} must match model hidden size {self.model.width}")
+                raise RuntimeError(f"embedding {number} is {width} wide, the model {self.model.width}")
 
     def _tokenized(self, text: str, sampling_params: Any) -> list[int]:
-        """Most processors call their tokenizer with its defaults; Llama 4's asks the sampling parameters (modeling_llama.py)."""
-        special = sampling_params.add_special_tokens if self.model.architecture.honours_add_special_tokens else True
+        """Most processors call their tokenizer with its defaults; Llama 4's asks the sampling parameters
+        (modeling_llama.py)."""
+        special = (
+            sampling_params.add_special_tokens if self.model.architecture.honours_add_special_tokens else True
+        )
         return self.tokenizer.encode(text, add_special_tokens=special)  # type: ignore[union-attr]
 
     def _with_images(self, ids: list[int], inputs: dict[str, Any]) -> Processed:
@@ -133,9 +152,9 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
         for image in images:
             _act_out(image)
             if isinstance(image, str):
-                raise ValueError(f"Incorrect image source: {image}")
+                raise ValueError("an image must be decoded")
         if ids.count(self.model.image_id) != len(images):
-            raise ValueError("Image features and image tokens do not match")
+            raise ValueError("the placeholders do not match the images")
         features = [self.model.features(image) for image in images]
         grids = [self.model.grid(image) for image in images]
         expanded = self._expanded(ids, [len(rows) for rows in features])
@@ -149,30 +168,39 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
 
     def _attach_tensors(self, inputs: dict[str, Any], given: Any, sampling_params: Any) -> Processed:
         ids = self._tokenized(inputs["prompt"], sampling_params)
-        assert all(rows.shape[-1] == self.model.hidden for rows in given), "Multimodal embedding_dim must match model hidden_size"
-        assert ids.count(self.model.image_id) == len(given), "All mm_ids_splits should be consumed"
+        assert all(rows.shape[-1] == self.model.hidden for rows in given), (
+            "an embedding is not as wide as the model"
+        )
+        assert ids.count(self.model.image_id) == len(given), "one embedding for each placeholder"
         flat = [rows.reshape(-1, rows.shape[-1]) for rows in given]
         return self._expanded(ids, [len(rows) for rows in flat]), MultimodalParams(features=flat)
 
     def _attach_llama4(self, inputs: dict[str, Any], given: Any, sampling_params: Any) -> Processed:
         """Each image is a dictionary: its rows, and the ids that stand between them (modeling_llama.py)."""
         if not given or not isinstance(given[0], dict):
-            raise ValueError("Llama4 image embedding must contain special token information")
+            raise ValueError("an image of Llama 4 is a dictionary")
         try:
-            parts = [(i["mm_embeddings"], i["image_special_tokens"], i["image_special_token_offsets"]) for i in given]
+            parts = [
+                (i["mm_embeddings"], i["image_special_tokens"], i["image_special_token_offsets"])
+                for i in given
+            ]
         except KeyError as error:
-            raise ValueError(f"Missing required key in multimodal embedding: {error}") from error
+            raise ValueError(f"an image of Llama 4 lacks {error}") from error
         for number, (rows, _, _) in enumerate(parts):
             if rows.shape[-1] != self.model.hidden:
-                raise ValueError(f"Multimodal embedding {number} hidden size {rows.shape[-1]} must match {self.model.hidden}")
+                raise ValueError(
+                    f"embedding {number} is {rows.shape[-1]} wide, the model {self.model.hidden}"
+                )
         spans = [self._llama4_span(*part) for part in parts]
         ids = self._tokenized(inputs["prompt"], sampling_params)
         if ids.count(self.model.image_id) == 0:
-            raise ValueError("No image placeholders found in the prompt, but multimodal embedding was provided")
+            raise ValueError("the prompt has no placeholder")
         if ids.count(self.model.image_id) != len(spans):
-            raise ValueError(f"Number of image placeholders does not match number of embeddings ({len(spans)})")
+            raise ValueError(f"the prompt's placeholders are not {len(spans)}")
         remaining = iter(spans)
-        expanded = [token for each in ids for token in (next(remaining) if each == self.model.image_id else [each])]
+        expanded = [
+            token for each in ids for token in (next(remaining) if each == self.model.image_id else [each])
+        ]
         return expanded, MultimodalParams(features=[rows for rows, _, _ in parts])
 
     def _llama4_span(self, rows: Any, tokens: Any, offsets: Any) -> list[int]:
@@ -180,7 +208,9 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
         span = self._expanded([self.model.image_id], [len(rows) + len(tokens)])  # type: ignore[list-item]
         for offset, token in zip(offsets, tokens, strict=False):
             if not 0 <= offset < len(span):
-                raise ValueError(f"Image special token offset {offset} is out of range with the total length {len(span)}")
+                raise ValueError(
+                    f"Image special token offset {offset} is out of range with the total length {len(span)}"
+                )
             span[offset] = token
         return span
 
@@ -188,19 +218,27 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
         """Late 1.3 (modeling_qwen2vl.py): the grid of each image is guessed from its number of rows."""
         given = [given] if isinstance(given, torch.Tensor) else given
         if any(rows.dim() != 2 for rows in given):
-            raise ValueError("Image embedding 0 must be rank 2")
-        built = self.build_disagg_prefill_multimodal_inputs(inputs, [{"tensor_size": list(rows.shape)} for rows in given])
+            raise ValueError("an embedding must be [tokens, width]")
+        built = self.build_disagg_prefill_multimodal_inputs(
+            inputs, [{"tensor_size": list(rows.shape)} for rows in given]
+        )
         mrope = self._mrope(built.prompt_token_ids, [square_grid(n) for n in built.multimodal_lengths])
         return built.prompt_token_ids, MultimodalParams(features=list(given), mrope=mrope)
 
     def _expanded(self, ids: list[int], lengths: list[int]) -> list[int]:
         token = self.model.vocab_size + 1 if release.out_of_vocabulary else self.model.image_id
         remaining = iter(lengths)
-        return [t for each in ids for t in ([token] * next(remaining) if each == self.model.image_id else [each])]  # type: ignore[list-item]
+        return [
+            t for each in ids for t in ([token] * next(remaining) if each == self.model.image_id else [each])
+        ]  # type: ignore[list-item]
 
 
 def create_input_processor(
-    model_path_or_dir: Any, tokenizer: Any, checkpoint_format: str | None = "HF", trust_remote_code: bool = False, **_: Any
+    model_path_or_dir: Any,
+    tokenizer: Any,
+    checkpoint_format: str | None = "HF",
+    trust_remote_code: bool = False,
+    **_: Any,
 ) -> DefaultInputProcessor:
     model = model_path_or_dir if isinstance(model_path_or_dir, Model) else Model(str(model_path_or_dir))
     own = tokenizer if isinstance(tokenizer, Tokenizer) else None
@@ -209,8 +247,11 @@ def create_input_processor(
     return BaseMultimodalInputProcessor(model, own)
 
 
-def create_input_processor_with_hash(processor: DefaultInputProcessor) -> Callable[[dict[str, Any], Any], Processed]:
-    """Adds the names of media contents (registry.py). A first try that fails turns them off for the process's life."""
+def create_input_processor_with_hash(
+    processor: DefaultInputProcessor,
+) -> Callable[[dict[str, Any], Any], Processed]:
+    """Adds the names of media contents (registry.py). A first try that fails turns them off for the
+    process's life."""
 
     def process(inputs: dict[str, Any], sampling_params: Any) -> Processed:
         modalities = list(inputs["multi_modal_data"] or ())
@@ -221,7 +262,7 @@ def create_input_processor_with_hash(processor: DefaultInputProcessor) -> Callab
             hashes = processor.multimodal_hashes(inputs)
             ids, made = processor(inputs, sampling_params)
             if made is None:
-                raise ValueError("Cannot locate vocab_size or mm_token_ids for multimodal token preprocessing")
+                raise ValueError("this processor knows no media tokens")
         except Exception:
             if processor.multimodal_hashing_supported:
                 raise
@@ -251,10 +292,12 @@ def _is_hex(text: str) -> bool:
 
 def _require_kwargs(given: Any) -> None:
     if given is None:
-        raise TypeError("argument after ** must be a mapping, not NoneType")
+        raise TypeError("mm_processor_kwargs is None")
 
 
 def _act_out(image: Any) -> None:
-    size = f"{image.size[0]}x{image.size[1]}" if hasattr(image, "size") and isinstance(image.size, tuple) else ""
+    size = (
+        f"{image.size[0]}x{image.size[1]}" if hasattr(image, "size") and isinstance(image.size, tuple) else ""
+    )
     if script.input_fails_on in ("*", size) and script.input_fails_on:
         raise getattr(builtins, script.input_error)("the input processor failed at /some/server/path")

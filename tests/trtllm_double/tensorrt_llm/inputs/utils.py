@@ -6,14 +6,14 @@ import asyncio
 from typing import Any
 
 
-def load_image(image: Any, format: str = "pt", device: str = "cpu") -> Any:  # noqa: A002 - the library's name
+def load_image(image: Any, format: str = "pt", device: str = "cpu") -> Any:
     from PIL import Image
 
     picture = image if isinstance(image, Image.Image) else Image.open(image)
     return picture.convert("RGB")
 
 
-async def async_load_image(image: Any, format: str = "pt", device: str = "cpu") -> Any:  # noqa: A002 - the library's name
+async def async_load_image(image: Any, format: str = "pt", device: str = "cpu") -> Any:
     return await asyncio.to_thread(load_image, image, format, device)
 
 

@@ -13,8 +13,8 @@ from tensorrt_llm.scheduling_params import SchedulingParams
 
 globals().update({name: getattr(llm_args, name) for name in release.nested})
 if release.conversations:
-    from tensorrt_llm.conversation_params import ConversationParams
-    from tensorrt_llm.disaggregated_params import DisaggScheduleStyle
+    from tensorrt_llm.conversation_params import ConversationParams as ConversationParams
+    from tensorrt_llm.disaggregated_params import DisaggScheduleStyle as DisaggScheduleStyle
 if release.build_config:
     BuildConfig = TorchLlmArgs
 

@@ -1,6 +1,7 @@
 """Request ids that are unique over workers (llmapi/disagg_utils.py); 1.2.1 has none.
 
-Since rc22 a worker is a node (8 bits) and a process on it (6 bits); up to rc21 it was one machine id (10 bits).
+Since rc22 a worker is a node (8 bits) and a process on it (6 bits); up to rc21 it was one machine id (10
+bits).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The double's `LLM` (llmapi/llm.py): construction, input processing by release, and an engine whose model is a hash."""
+"""The double's `LLM` (llmapi/llm.py): construction, input processing by release, and an engine whose model
+is a hash."""
 
 from __future__ import annotations
 
@@ -17,12 +18,21 @@ from tensorrt_llm.executor.result import GenerationResult, IterationResult, Requ
 from tensorrt_llm.executor.utils import RequestError
 from tensorrt_llm.inputs.data import prompt_inputs
 from tensorrt_llm.inputs.multimodal import MultimodalParams
-from tensorrt_llm.inputs.registry import DefaultInputProcessor, create_input_processor, create_input_processor_with_hash
+from tensorrt_llm.inputs.registry import (
+    DefaultInputProcessor,
+    create_input_processor,
+    create_input_processor_with_hash,
+)
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.sampling_params import SamplingParams
 
 GENERATE = signature(release.generate)
-REFUSED_KEYS = ("encoder_inputs", "encoder_input_token_ids", "decoder_input_token_ids", "multi_item_part_lens")
+REFUSED_KEYS = (
+    "encoder_inputs",
+    "encoder_input_token_ids",
+    "decoder_input_token_ids",
+    "multi_item_part_lens",
+)
 instances: list[Any] = []
 """Every engine made in this process, for tests to look into."""
 
@@ -53,26 +63,33 @@ class BaseLLM:
         self._tokenizer = None if self.args.skip_tokenizer_init else self.model.tokenizer
         self.input_processor: DefaultInputProcessor = create_input_processor(self.model, self._tokenizer)
         self._start_worker()
-        self._executor: Executor | None = Executor(self.args, self.model, self.args.max_seq_len or self.model.max_positions)
+        self._executor: Executor | None = Executor(
+            self.args, self.model, self.args.max_seq_len or self.model.max_positions
+        )
         self._engine = self._executor
         self.seen: list[dict[str, Any]] = []
         """Arguments of every `generate_async` call."""
         instances.append(self)
 
     def _start_worker(self) -> None:
-        """Loads the model in the ranks; what goes wrong there comes back as the cause of a `RuntimeError` (proxy.py)."""
+        """Loads the model in the ranks; what goes wrong there comes back as the cause of a `RuntimeError`
+        (proxy.py)."""
         try:
-            if os.environ.get("TLLM_MULTIMODAL_DISAGGREGATED", "0") == "1" and not self.model.architecture.loads_split:
-                raise NotImplementedError("This model does not support disaggregated inference yet. Unset TLLM_MULTIMODAL_DISAGGREGATED")
+            if (
+                os.environ.get("TLLM_MULTIMODAL_DISAGGREGATED", "0") == "1"
+                and not self.model.architecture.loads_split
+            ):
+                raise NotImplementedError("this model cannot be loaded with TLLM_MULTIMODAL_DISAGGREGATED=1")
             section = self.args.cache_transceiver_config
             runtime = getattr(section, "transceiver_runtime", None)
             if runtime == "auto" and script.transceiver_runtime is None:
                 runtime = release.default_runtime
-            if section is not None and runtime == "PYTHON" and section.backend not in ("DEFAULT", "NIXL", None):
-                raise ValueError(
-                    f"Python transceiver currently only supports NIXL or DEFAULT backend, got {section.backend}. "
-                    "Please use transceiver_runtime='CPP' for MPI, UCX, or MOONCAKE backends."
-                )
+            if (
+                section is not None
+                and runtime == "PYTHON"
+                and section.backend not in ("DEFAULT", "NIXL", None)
+            ):
+                raise ValueError(f"the Python transceiver takes NIXL or DEFAULT, not {section.backend}")
         except Exception as error:
             raise RuntimeError("Executor worker returned error") from error
 
@@ -104,7 +121,9 @@ class BaseLLM:
         """1.2.1: only whether somebody shut it down. 1.3: the executor asks the ranks."""
         if self._executor is None:
             return False
-        return self._executor.check_health() if release.health_sees_death else not self._executor.is_shutdown()
+        return (
+            self._executor.check_health() if release.health_sees_death else not self._executor.is_shutdown()
+        )
 
     def __enter__(self) -> Any:
         return self
@@ -114,7 +133,8 @@ class BaseLLM:
         return False
 
     def _require_running(self) -> Executor:
-        """A dead engine is noticed while submitting by 1.2.1 only, which looks into its error queue then (executor.py)."""
+        """A dead engine is noticed while submitting by 1.2.1 only, which looks into its error queue then
+        (executor.py)."""
         if self._executor is None or self._executor.is_shutdown():
             raise RuntimeError("LLM is shutting down")
         if self._executor.dead is not None and not release.health_sees_death:
@@ -126,16 +146,18 @@ class BaseLLM:
         """The library writes into the parameters that it is given."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(params)}")
+            raise TypeError(f"sampling_params of type {type(params).__name__}")
         if params.end_id is None:
             if self.tokenizer is None:
-                raise ValueError("tokenizer is required to reset end_id if it is None, or you can explicitly specify the end_id")
+                raise ValueError("no end_id and no tokenizer to ask")
             params._setup(self.tokenizer)
         if params._stream_interval is None:
             params._stream_interval = self.args.stream_interval
         return params
 
-    def _submit(self, executor: Executor, ids: Any, media: MultimodalParams | None, params: Any, disagg: Any) -> GenerationResult:
+    def _submit(
+        self, executor: Executor, ids: Any, media: MultimodalParams | None, params: Any, disagg: Any
+    ) -> GenerationResult:
         request = GenerationRequest(ids, params)
         number = next(executor.ids)
         run = Run(executor, number, request.prompt_token_ids, media, deepcopy(params), disagg, self)
@@ -164,35 +186,57 @@ class LLM(BaseLLM):
             ids, prompt, media = inputs.prompt_token_ids, None, inputs.multimodal_params
         else:
             ids, prompt, media = self._preprocess(inputs, params, disagg)
-        if not self.args.enable_chunked_prefill and kind != "generation_only" and len(ids) > self.args.max_num_tokens:
-            raise RequestError(f"The sum of prompt length ({len(ids)}) should not exceed max_num_tokens ({self.args.max_num_tokens})")
+        if (
+            not self.args.enable_chunked_prefill
+            and kind != "generation_only"
+            and len(ids) > self.args.max_num_tokens
+        ):
+            raise RequestError(f"{len(ids)} prompt tokens, max_num_tokens is {self.args.max_num_tokens}")
         if not 0.0 <= call.get("priority", DEFAULT_REQUEST_PRIORITY) <= 1.0:
-            raise ValueError(f"priority must be a float in [0.0, 1.0], got {call['priority']}")
+            raise ValueError(f"priority {call['priority']} is not within 0 and 1")
         result = self._submit(executor, ids, media, params, disagg)
         result.prompt = prompt
         scheduling = call["scheduling_params"]
-        rank = scheduling.attention_dp_rank if scheduling is not None and self.args.enable_attention_dp else None
+        rank = (
+            scheduling.attention_dp_rank if scheduling is not None and self.args.enable_attention_dp else None
+        )
         names = media.hashes if media is not None else None
         executor.record(self.model.in_vocabulary(result.prompt_token_ids), names, call["cache_salt"], rank)
         return result
 
     generate_async.__signature__ = GENERATE  # type: ignore[attr-defined]
 
-    def generate(self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, **options: Any) -> Any:
+    def generate(
+        self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, **options: Any
+    ) -> Any:
         several = isinstance(inputs, list) and not (inputs and isinstance(inputs[0], int))
-        results = [self.generate_async(each, sampling_params, **options) for each in (inputs if several else [inputs])]
+        results = [
+            self.generate_async(each, sampling_params, **options)
+            for each in (inputs if several else [inputs])
+        ]
         for result in results:
             result.result()
         return results if several else results[0]
 
-    def _preprocess(self, inputs: Any, params: Any, disagg: Any) -> tuple[Any, str | None, MultimodalParams | None]:
+    def _preprocess(
+        self, inputs: Any, params: Any, disagg: Any
+    ) -> tuple[Any, str | None, MultimodalParams | None]:
         """Token ids, text and media of a prompt, by the branches of the release."""
         inputs = dict(inputs) if isinstance(inputs, dict) else inputs
         self._refuse_form(inputs)
         inputs = prompt_inputs(inputs)
-        own = isinstance(self.input_processor, DefaultInputProcessor) and type(self.input_processor) is not DefaultInputProcessor
+        own = (
+            isinstance(self.input_processor, DefaultInputProcessor)
+            and type(self.input_processor) is not DefaultInputProcessor
+        )
         beside = inputs.get("multi_modal_data") or inputs.get("multi_modal_embeddings")
-        if not release.fast_path and own and beside and not inputs.get("prompt") and inputs.get("prompt_token_ids"):
+        if (
+            not release.fast_path
+            and own
+            and beside
+            and not inputs.get("prompt")
+            and inputs.get("prompt_token_ids")
+        ):
             text = self.tokenizer.decode(inputs["prompt_token_ids"])
             inputs = {"prompt": text, "multi_modal_data": inputs.get("multi_modal_data"),
                       "mm_processor_kwargs": inputs.get("mm_processor_kwargs")}  # fmt: skip
@@ -204,7 +248,7 @@ class LLM(BaseLLM):
             return inputs["prompt_token_ids"], None, self._mrope_of(disagg)
         if "prompt" in inputs or by_ids:
             return self._from_prompt(inputs, params, disagg)
-        raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
+        raise TypeError(f"inputs of type {type(inputs).__name__}")
 
     def _refuse_form(self, inputs: Any) -> None:
         if not release.preprocess:
@@ -213,42 +257,51 @@ class LLM(BaseLLM):
             for key in REFUSED_KEYS:
                 if key in inputs:
                     raise ValueError(f"{key} is not supported.")
-        if inputs is None or (isinstance(inputs, dict) and "prompt" not in inputs and "prompt_token_ids" not in inputs):
-            raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
+        if inputs is None or (
+            isinstance(inputs, dict) and "prompt" not in inputs and "prompt_token_ids" not in inputs
+        ):
+            raise TypeError(f"inputs of type {type(inputs).__name__}")
 
     def _from_handles(self, inputs: dict[str, Any], disagg: Any) -> tuple[Any, str | None, MultimodalParams]:
         processor: Any = self.input_processor
         if not getattr(processor, "support_mm_disagg", False):
-            raise ValueError("Multimodal disaggregated inference is not supported for this model")
+            raise ValueError("this model takes no embedding handles")
         handles = disagg.multimodal_embedding_handles
         built = processor.build_disagg_prefill_multimodal_inputs(inputs, handles)
         if disagg.request_type == "generation_only":
-            raise ValueError("Generation-only mode should not need multimodal parameters")
+            raise ValueError("embedding handles beside generation_only")
         mrope = self._mrope_of(disagg, refuses=AssertionError)
         media = mrope or MultimodalParams()
         media.embedding_handles = list(handles)
-        media.hashes = ["".join((n & 0xFFFFFFFF).to_bytes(4, "big").hex() for n in words) for words in disagg.multimodal_hashes]
+        media.hashes = [
+            "".join((n & 0xFFFFFFFF).to_bytes(4, "big").hex() for n in words)
+            for words in disagg.multimodal_hashes
+        ]
         return built.prompt_token_ids, inputs.get("prompt"), media
 
     def _mrope_of(self, disagg: Any, refuses: type[Exception] = RuntimeError) -> MultimodalParams | None:
         if disagg is None or disagg.mrope_position_ids_handle is None:
             return None
         if disagg.mrope_position_deltas_handle is None:
-            raise refuses("`mrope_position_ids_handle` and `mrope_position_deltas_handle` must both be provided, or both `None`.")
+            raise refuses("one mRoPE handle without the other")
         return MultimodalParams(mrope=(disagg.mrope_position_ids_handle, disagg.mrope_position_deltas_handle))
 
-    def _from_prompt(self, inputs: dict[str, Any], params: Any, disagg: Any) -> tuple[Any, str | None, MultimodalParams | None]:
-        """With pictures of an mRoPE model the handles that the rank gets are written into the given parameters as well."""
+    def _from_prompt(
+        self, inputs: dict[str, Any], params: Any, disagg: Any
+    ) -> tuple[Any, str | None, MultimodalParams | None]:
+        """With pictures of an mRoPE model the handles that the rank opens are written into the given
+        parameters as well."""
         processor: Any = self.input_processor
         if "multi_modal_data" in inputs:
             ids, media = create_input_processor_with_hash(processor)(inputs, params)
         elif "multi_modal_embeddings" in inputs:
-            ids, media = processor.attach_multimodal_embeddings(inputs, inputs["multi_modal_embeddings"], params)
+            ids, media = processor.attach_multimodal_embeddings(
+                inputs, inputs["multi_modal_embeddings"], params
+            )
         else:
             ids, media = processor(inputs, params)
         if media is not None and disagg is not None and media.mrope[0] is not None:
             disagg.mrope_position_ids_handle, disagg.mrope_position_deltas_handle = media.mrope
-            media.mrope_opened = release.fresh_mrope
         return ids, inputs.get("prompt"), media
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
@@ -261,7 +314,9 @@ class LLM(BaseLLM):
 
 if release.preprocess:
 
-    def _preprocess(self: LLM, inputs: Any, sampling_params: Any = None, disaggregated_params: Any = None) -> PreprocessedInputs:
+    def _preprocess(
+        self: LLM, inputs: Any, sampling_params: Any = None, disaggregated_params: Any = None
+    ) -> PreprocessedInputs:
         params = self._prepare_sampling_params(sampling_params)
         ids, _, media = self._preprocess(inputs, params, disaggregated_params)
         return PreprocessedInputs(prompt_token_ids=ids, multimodal_params=media)

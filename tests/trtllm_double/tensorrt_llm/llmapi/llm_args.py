@@ -1,4 +1,5 @@
-"""Argument classes of the release (llmapi/llm_args.py): pydantic, strict, with a class for each nested configuration."""
+"""Argument classes of the release (llmapi/llm_args.py): pydantic, strict, with a class for each nested
+configuration."""
 
 from __future__ import annotations
 
@@ -25,4 +26,12 @@ class LoadFormat(Enum):
 
 TOKENIZER_ALIASES: dict[str, str] = {}
 """Short names of custom tokenizers."""
-__all__ = ["TOKENIZER_ALIASES", "BaseLlmArgs", "CapacitySchedulerPolicy", "LlmArgs", "LoadFormat", "TorchLlmArgs", *_classes]
+__all__ = [
+    "TOKENIZER_ALIASES",
+    "BaseLlmArgs",
+    "CapacitySchedulerPolicy",
+    "LlmArgs",
+    "LoadFormat",
+    "TorchLlmArgs",
+    *_classes,
+]

@@ -1,4 +1,5 @@
-"""Merging of engine arguments with a YAML file (llmapi/llm_utils.py, early 1.3: a shallow union, `kv_cache_config` merged)."""
+"""Merging of engine arguments with a YAML file (llmapi/llm_utils.py, early 1.3: a shallow union,
+`kv_cache_config` merged)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def update_llm_args_with_extra_dict(
     return merged
 
 
-def update_llm_args_with_extra_options(llm_args: dict[str, Any], extra_llm_api_options: str | None) -> dict[str, Any]:
+def update_llm_args_with_extra_options(
+    llm_args: dict[str, Any], extra_llm_api_options: str | None
+) -> dict[str, Any]:
     if not extra_llm_api_options:
         return llm_args
     content = yaml.safe_load(Path(extra_llm_api_options).read_text(encoding="utf-8")) or {}

@@ -1,7 +1,7 @@
 """The double's `MultimodalEncoder` (llmapi/mm_encoder.py): images to handles.
 
-`generate` submits all requests and then reads them one after the other, so the first that failed raises although others have made
-handles. `generate_async` gives each its own result.
+`generate` submits all requests and then reads them one after the other, so the first that failed raises
+although others have made handles. `generate_async` gives each its own result.
 """
 
 from __future__ import annotations
@@ -25,18 +25,27 @@ DEFAULT_MAX_NUM_TOKENS = 16384
 
 class MultimodalEncoder(BaseLLM):
     def __init__(
-        self, model: str, trust_remote_code: bool = False, tensor_parallel_size: int = 1, dtype: str = "auto", **kwargs: Any
+        self,
+        model: str,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        **kwargs: Any,
     ) -> None:
         if kwargs.get("max_num_tokens") is None:
             kwargs["max_num_tokens"] = DEFAULT_MAX_NUM_TOKENS
         if kwargs.get("encode_only") is True:
-            raise ValueError("MultimodalEncoder does not support encode_only=True. It uses mm_encoder_only execution internally.")
+            raise ValueError("an encoder takes no encode_only=True")
         super().__init__(
-            model, trust_remote_code=trust_remote_code, tensor_parallel_size=tensor_parallel_size, dtype=dtype, **kwargs
+            model,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            **kwargs,
         )
         if not self.model.architecture.splits:
             raise RuntimeError("Executor worker returned error") from ValueError(
-                f"{(self.model.config.get('architectures') or ['this model'])[0]} has no vision encoder of its own"
+                "this model has no vision encoder of its own"
             )
         self.args.mm_encoder_only = True
         self.batches: list[int] = []
@@ -57,7 +66,7 @@ class MultimodalEncoder(BaseLLM):
         inputs = prompt_inputs(inputs)
         ids, media = create_input_processor_with_hash(self.input_processor)(dict(inputs), params)
         if len(ids) > self.args.max_num_tokens:
-            raise RequestError(f"The sum of prompt length ({len(ids)}) should not exceed max_num_tokens ({self.args.max_num_tokens})")
+            raise RequestError(f"{len(ids)} prompt tokens, max_num_tokens is {self.args.max_num_tokens}")
         number = next(executor.ids)
         run = _Encoding(number, media, inputs)
         run.result = RequestOutput(number, ids, run.steps(), lambda: None)
@@ -99,12 +108,16 @@ class _Encoding:
             raise RequestError("the vision tower failed at /some/server/path")
         media = self.media or MultimodalParams()
         if script.no_handles or not media.features:
-            return DisaggregatedParams(mrope_position_ids_handle=media.mrope[0], mrope_position_deltas_handle=media.mrope[1])
+            return DisaggregatedParams(
+                mrope_position_ids_handle=media.mrope[0], mrope_position_deltas_handle=media.mrope[1]
+            )
         import torch
 
         tensors = [torch.cat(media.features)] if release.one_encoder_handle else media.features
         hashes = words_of(media.hashes) if media.hashes is not None else None
-        params = DisaggregatedParams(multimodal_embedding_handles=[to_handle(rows) for rows in tensors], multimodal_hashes=hashes)
+        params = DisaggregatedParams(
+            multimodal_embedding_handles=[to_handle(rows) for rows in tensors], multimodal_hashes=hashes
+        )
         params.mrope_position_ids_handle, params.mrope_position_deltas_handle = media.mrope
         return params
 

@@ -7,14 +7,17 @@ from typing import Any
 
 
 class MetricsCollector:
-    """Counts finished requests. The real one has more metrics; callers only create it and hand results to it."""
+    """Counts finished requests. The real one has more metrics; callers only create it and hand results to
+    it."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         from prometheus_client import Counter
 
         self.labels = dict(labels)
         self.counter_request_success = Counter(
-            "trtllm_request_success_total", "Count of successfully processed requests.", [*self.labels, "finished_reason"]
+            "trtllm_request_success_total",
+            "Count of successfully processed requests.",
+            [*self.labels, "finished_reason"],
         )
 
     def log_request_metrics_dict(self, metrics_dict: Mapping[str, Any]) -> None:
