@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +21,21 @@ from dynamo.trtllm.engines.port import DecodedImage, EngineInfo, EngineRequest, 
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 
 RELEASES = ("1.2.1", "1.3.0rc29")
+ALL_RELEASES = (*RELEASES, "1.4.0rc2")
+"""Of the newest only the documentation was read."""
 DOUBLE = Path(__file__).parents[1] / "trtllm_double"
 IMAGE_ID = 299
 TRANSCEIVER = {"cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": 60000}}
 QWEN25 = "Qwen2_5_VLForConditionalGeneration"
 LLAVA = "LlavaNextForConditionalGeneration"
+QWEN3 = "Qwen3VLForConditionalGeneration"
 LLAMA4 = "Llama4ForConditionalGeneration"
+GEMMA3 = "Gemma3ForConditionalGeneration"
+MISTRAL3 = "Mistral3ForConditionalGeneration"
+PLACEHOLDERS = {
+    QWEN25: "<|image_pad|>", QWEN3: "<|image_pad|>", LLAVA: "<image>", LLAMA4: "<|image|>",
+    GEMMA3: "<start_of_image>", MISTRAL3: "[IMG]",
+}  # fmt: skip
 TEXT = "LlamaForCausalLM"
 
 
@@ -99,7 +111,9 @@ def ask(ids: tuple[int, ...] = tuple(range(300, 312)), *, request_id: str = "r",
 
 
 def ask_about(items: list[Any], *, placeholder: str = "<|image_pad|>", text: bool = True, **sampling: Any) -> EngineRequest:
-    """A question with pictures or embeddings at their places, as the multimodal processor makes it."""
+    """A question with pictures or embeddings at their places, as the multimodal processor makes it. `placeholder` may be an
+    architecture's name; a tokenizer other than Qwen's has a beginning-of-sequence token, which templates write."""
+    placeholder = PLACEHOLDERS.get(placeholder, placeholder)
     ids: list[int] = [1, 301, 4]
     words = ["<s>", "301", "4"]
     placed = []
@@ -112,3 +126,20 @@ def ask_about(items: list[Any], *, placeholder: str = "<|image_pad|>", text: boo
     words += ["306", "307"]
     prompt = Prompt(tuple(ids), tuple(placed), " ".join(words) if text else None)
     return EngineRequest(request_id="m", prompt=prompt, sampling=Sampling(**sampling))
+
+
+def held_contexts() -> list[str]:
+    """Requests whose KV blocks a prefill engine of this process keeps for a decode."""
+    return list(sys.modules["tensorrt_llm._double.pins"].held())
+
+
+patience = SimpleNamespace(seconds=10.0)
+"""How long a check waits for what has to come; the mutations, for which it does not, wait less."""
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Returns when `condition` holds; fails when it does not within `patience`."""
+    end = time.monotonic() + patience.seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never held"
+        await asyncio.sleep(0.002)

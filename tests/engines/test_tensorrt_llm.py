@@ -29,6 +29,7 @@ from engines.tensorrt_llm_subject import (
     model_directory,
     script,
     started,
+    until,
 )
 
 BOTH_HALVES = {**TRANSCEIVER, "disable_overlap_scheduler": True}
@@ -54,14 +55,6 @@ async def read(stream: Any, count: int) -> list[Step]:
             if len(steps) == count:
                 break
     return steps
-
-
-async def settled(condition: Any) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("the condition never held")
 
 
 # Starting
@@ -125,7 +118,7 @@ async def test_values_are_spelled_as_the_library_wants_and_postprocess_workers_a
         assert built.cache_transceiver_config.backend == "NIXL"
         assert built.guided_decoding_backend == "xgrammar"
         assert built.scheduler_config.capacity_scheduler_policy == "GUARANTEED_NO_EVICT"
-        assert built.num_postprocess_workers is None
+        assert built.num_postprocess_workers == 0
 
 
 @pytest.mark.asyncio
@@ -202,10 +195,11 @@ SAMPLING_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"frequency_penalty": -0.5}, {"frequency_penalty": -0.5}),
     ({"max_tokens": 9}, {"max_tokens": 9}),
     ({}, {"max_tokens": 500, "end_id": -1, "pad_id": 0, "detokenize": False, "logprobs": None, "ignore_eos": False}),
-    ({"min_tokens": 3}, {"min_tokens": 3}),
+    ({"min_tokens": 3, "eos_token_ids": frozenset({9})}, {"min_tokens": 3, "end_id": 9}),
+    ({"min_tokens": 3, "ignore_eos": True}, {"min_tokens": None, "end_id": -1}),
     ({"stop_token_ids": frozenset({5, 4})}, {"stop_token_ids": [4, 5], "include_stop_str_in_output": False}),
     ({"eos_token_ids": frozenset({9, 8})}, {"end_id": 8, "pad_id": 8, "stop_token_ids": [9]}),
-    ({"eos_token_ids": frozenset({9, 8}), "ignore_eos": True}, {"end_id": 8, "stop_token_ids": None, "ignore_eos": True}),
+    ({"eos_token_ids": frozenset({9, 8}), "ignore_eos": True}, {"end_id": -1, "stop_token_ids": None, "ignore_eos": False}),
     ({"logprobs": 0}, {"logprobs": 1}),
     ({"logprobs": 4}, {"logprobs": 4}),
 ]
@@ -349,7 +343,7 @@ async def test_cancelling_the_reader_aborts_the_request(release: str, model: Pat
     async with started(engine_config(model)) as (engine, _):
         script().hang_at_token = 1
         task = asyncio.create_task(generate(engine, ask(max_tokens=30, ignore_eos=True)))
-        await settled(lambda: instances()[-1].active and instances()[-1].seen)
+        await until(lambda: instances()[-1].active and instances()[-1].seen)
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -364,11 +358,11 @@ async def test_decode_is_aborted_only_after_its_first_token(release: str, model:
         prefilled = await engine.prefill(asked)
         script().step_delay_s = 0.01
         task = asyncio.create_task(anext(engine.decode(asked, prefilled.first, prefilled.state)))
-        await settled(lambda: len(instances()[-1].seen) == 2)
+        await until(lambda: len(instances()[-1].seen) == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await settled(lambda: instances()[-1].aborted)
+        await until(lambda: instances()[-1].aborted)
         assert instances()[-1].aborted[0][1] >= 1
 
 
@@ -377,7 +371,7 @@ async def test_prefill_is_aborted_at_once(release: str, model: Path) -> None:
     async with started(engine_config(model, Role.PREFILL)) as (engine, _):
         script().hang_at_token = 0
         task = asyncio.create_task(engine.prefill(ask(max_tokens=9)))
-        await settled(lambda: instances()[-1].seen)
+        await until(lambda: instances()[-1].seen)
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -393,7 +387,7 @@ async def test_what_the_engine_refuses_is_the_clients_fault_in_our_words(release
     async with started(engine_config(model, args={"max_num_tokens": 64})) as (engine, _):
         with pytest.raises(ClientFault) as fault:
             await generate(engine, ask(tuple(range(300, 300 + 100)), max_tokens=2))
-        assert fault.value.message == "the engine refused this request's prompt, media or options"
+        assert fault.value.message == "the engine refused this request's prompt or options"
         assert (await generate(engine, ask(max_tokens=2, ignore_eos=True))).finish == "length"
 
 
@@ -415,7 +409,7 @@ async def test_any_other_error_is_the_engines_death_for_all(release: str, model:
     async with started(engine_config(model)) as (engine, _):
         script().hang_at_token = 1
         waiting = [asyncio.create_task(generate(engine, ask(max_tokens=9, ignore_eos=True))) for _ in range(3)]
-        await settled(lambda: len(instances()[-1].seen) == 3)
+        await until(lambda: len(instances()[-1].seen) == 3)
         script().hang_at_token, script().fatal_at_token = None, 2
         with pytest.raises(EngineDead):
             await generate(engine, ask(max_tokens=9, ignore_eos=True))
@@ -483,7 +477,7 @@ async def test_request_ids_are_unique_over_prefill_requests(model: Path) -> None
             states = [(await engine.prefill(ask(max_tokens=9))).state for _ in range(3)]
             ids = {state.meta["params"]["disagg_request_id"] for state in states}
             assert len(ids) == 3
-            assert min(ids) >= 1 << 42
+            assert min(ids) >= 1 << 40
 
 
 @pytest.mark.asyncio

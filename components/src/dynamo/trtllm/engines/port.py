@@ -225,6 +225,10 @@ class Prefilled:
 class Engine(ABC):
     """One inference engine. See the module's docstring for what all adapters guarantee."""
 
+    holds_until_decoded: bool = False
+    """True: prefill's engine keeps a request's KV cache until decode's has fetched it, so decode tells its engine of every
+    hand-over, by `decode` or by `abandon`. False: `EngineState` is all there is."""
+
     @abstractmethod
     async def start(self) -> EngineInfo:
         """Load the model and be ready to serve.
@@ -246,6 +250,10 @@ class Engine(ABC):
 
         `request.prompt.token_ids` are the expanded ids and hold no media. Yields at least the final step.
         """
+
+    def abandon(self, request: EngineRequest, state: EngineState) -> None:
+        """A prefilled request ends without `decode`: let go of it on both workers. Does not wait; releases `state`."""
+        state.release()
 
     @abstractmethod
     def image_tokens(self, width: int, height: int) -> int | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from dynamo.trtllm.egress import Context
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step, Tokens
-from dynamo.trtllm.errors import PeerFault
+from dynamo.trtllm.errors import PeerFault, WorkerError
 from dynamo.trtllm.messages import Handoff
 from dynamo.trtllm.peers import PrefillPeers
 from dynamo.trtllm.request import Request, parse_request
@@ -32,6 +32,8 @@ class DecodeHandler(HandlerBase):
         self._transfer = transfer
         self._prefill = prefill
         self._prefilled_again = 0
+        self._background: set[asyncio.Task[None]] = set()
+        """Hand-overs that nobody waits for any more."""
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step | Tokens, None]:
         request = parse_request(raw)
@@ -45,7 +47,7 @@ class DecodeHandler(HandlerBase):
         if first.finish is None and request.sampling.max_tokens == 1:
             first = first._replace(finish="length", usage=handoff.usage())
         if first.finish is not None:
-            await self._discard(handoff)
+            await self._give_up(handoff, request, context)
             yield first
             return
         async with self._reading(handoff, raw, request, context) as reading:
@@ -84,10 +86,36 @@ class DecodeHandler(HandlerBase):
         try:
             yield reading
         except BaseException:
-            reading.cancel()
-            reading.add_done_callback(_release_unused)
-            await self._discard(handoff)
+            if self._engine.holds_until_decoded:
+                self._in_background(self._abandon(reading, handoff, request, context))
+            else:
+                reading.cancel()
+                reading.add_done_callback(_release_unused)
+                await self._discard(handoff)
             raise
+
+    async def _give_up(self, handoff: Handoff, request: Request, context: Context) -> None:
+        """The answer is complete without decode: let go of what prefill holds for it."""
+        if self._engine.holds_until_decoded and handoff.finish is None:
+            reading = asyncio.create_task(self._read(handoff), name="kv-read")
+            self._in_background(self._abandon(reading, handoff, request, context))
+        else:
+            await self._discard(handoff)
+
+    async def _abandon(
+        self, reading: asyncio.Task[EngineState], handoff: Handoff, request: Request, context: Context
+    ) -> None:
+        try:
+            state = await reading
+        except WorkerError as error:
+            logger.info("request %s: its hand-over could not be taken back: %s", context.id(), error)
+            return
+        self._engine.abandon(engine_request(request, Prompt(handoff.prompt_token_ids), context), state)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _discard(self, handoff: Handoff) -> None:
         if handoff.transfer is not None:
@@ -118,6 +146,11 @@ class DecodeHandler(HandlerBase):
 
     def stats(self) -> Mapping[str, float]:
         return {**transfer_stats(self._transfer), "prefilled_again_total": self._prefilled_again}
+
+    async def drained(self) -> None:
+        """Hand-overs that are being taken back end by the transfer's deadline."""
+        if self._background:
+            await asyncio.wait(self._background)
 
     async def close(self) -> None:
         await self._transfer.close()

@@ -12,13 +12,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, Modality, Role
-from dynamo.trtllm.engines.tensorrt_llm.library import Library, nested_fields
+from dynamo.trtllm.engines.tensorrt_llm.library import Library, nested_default, nested_fields
 from dynamo.trtllm.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
 EVENT_BUFFER_SIZE = 100_000
 """KV cache events that the engine keeps for the publisher before it drops the oldest."""
+KV_TRANSFER_TIMEOUT_MS = 60_000
+"""How long prefill keeps a request's KV cache for decode, where the release's own default is for ever."""
+PYTHON_BACKENDS = ("NIXL", "DEFAULT")
 _ALWAYS_ACCEPTED = frozenset({"backend"})
 _STRIPPED = ("num_postprocess_workers", "postprocess_tokenizer_dir")
 """Post-processing in other processes replaces the output objects that the adapter reads."""
@@ -35,7 +38,7 @@ def llm_arguments(config: EngineConfig, library: Library) -> dict[str, Any]:
     args["model"] = config.model_path
     args["skip_tokenizer_init"] = _skip_tokenizer(config, args)
     if config.role in (Role.PREFILL, Role.DECODE):
-        _require_transceiver(config.role, args)
+        _require_transceiver(config.role, args, library)
     if config.role is Role.PREFILL:
         _disable_overlap(args, library)
     if config.publish_metrics and "enable_iter_perf_stats" in library.argument_fields:
@@ -99,14 +102,36 @@ def _skip_tokenizer(config: EngineConfig, args: Mapping[str, Any]) -> bool:
     return bool(args.get("skip_tokenizer_init", True))
 
 
-def _require_transceiver(role: Role, args: Mapping[str, Any]) -> None:
+def _require_transceiver(role: Role, args: Mapping[str, Any], library: Library) -> None:
     section = args.get("cache_transceiver_config")
     backend = section.get("backend") if isinstance(section, dict) else getattr(section, "backend", None)
+    if isinstance(section, dict) and backend:
+        _require_runtime(section, library)
+        _limit_waiting(section, library)
     if not backend:
         raise StartupError(
             f"a {role.value} worker moves KV caches and needs cache_transceiver_config.backend in its engine configuration, "
             "the same on prefill and decode, for instance NIXL"
         )
+
+
+def _require_runtime(section: Mapping[str, Any], library: Library) -> None:
+    """The Python transceiver moves caches by NIXL only. Which one runs by default is a matter of the release."""
+    field = library.argument_fields.get("cache_transceiver_config")
+    runtime = section.get("transceiver_runtime") or nested_default(field, "transceiver_runtime")
+    backend = str(section["backend"])
+    if runtime == "PYTHON" and backend not in PYTHON_BACKENDS:
+        raise StartupError(
+            f"cache_transceiver_config.backend {backend} needs transceiver_runtime: CPP beside it on TensorRT-LLM "
+            f"{library.version}, whose Python transceiver takes NIXL or DEFAULT only; set both alike on prefill and decode"
+        )
+
+
+def _limit_waiting(section: dict[str, Any], library: Library) -> None:
+    """Where the release would keep a prefilled request's KV cache for ever if decode never came, an end is set."""
+    field, name = library.argument_fields.get("cache_transceiver_config"), "kv_transfer_timeout_ms"
+    if name in (nested_fields(field) or ()) and nested_default(field, name) is None:
+        section.setdefault(name, KV_TRANSFER_TIMEOUT_MS)
 
 
 def _disable_overlap(args: dict[str, Any], library: Library) -> None:

@@ -1,134 +1,166 @@
-"""The encode role: TensorRT-LLM's `MultimodalEncoder`, asked for one image at a time and run in batches.
+"""The encode role: TensorRT-LLM's `MultimodalEncoder`, asked for one image at a time.
 
-The encoder answers with handles that work on this host only and must each be opened once; they are opened here, so that what
-leaves is tensors. Its calls block, so they run on one thread, and images that arrive meanwhile make the next batch.
+Each image is a request of its own, so it ends in its own result; the library runs those that are under way as
+one batch. What it answers with are handles that work on this host only and must each be opened once: they are
+opened here, also when nobody waits any more, so that what leaves is tensors. Submitting prepares the image
+and takes milliseconds, so it happens on an event loop of the encoder's own: results are read by the loop on
+which they were made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
-from dynamo.trtllm.engines.tensorrt_llm import mrope, private
+from dynamo.trtllm.engines.tensorrt_llm import faults, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts
-from dynamo.trtllm.errors import EngineFault, ShuttingDown, WorkerError
+from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class _Pending:
-    image: DecodedImage
-    future: asyncio.Future[EncodedImage]
+CLOSE_S = 10.0
+"""How long closing waits for images that are being encoded."""
 
 
 class ImageEncoder:
-    """Owns the encoder object, its thread and the task that fills batches."""
+    """Owns the thread and its event loop. `is_dead` tells what is known of the engine, without asking it."""
 
-    def __init__(self, encoder: Any, facts: ModelFacts, placeholder_id: int, max_batch: int) -> None:
+    def __init__(
+        self, encoder: Any, facts: ModelFacts, placeholder_id: int, at_once: int, is_dead: Callable[[], bool]
+    ) -> None:
         self._encoder = encoder
         self._facts = facts
         self._placeholder_id = placeholder_id
-        self._max_batch = max_batch
-        self._queue: asyncio.Queue[_Pending] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
-        self._task = asyncio.get_running_loop().create_task(self._work())
+        self._is_dead = is_dead
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(at_once)
+        self._running: set[asyncio.Task[EncodedImage]] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="encode", daemon=True)
+        self._thread.start()
 
     async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
-        """Embeddings of `images`, in order: all of them or an error. A cancelled call's images are not started."""
-        loop = asyncio.get_running_loop()
-        pending = [_Pending(image, loop.create_future()) for image in images]
-        for item in pending:
-            self._queue.put_nowait(item)
+        """Embeddings of `images`, in order: all of them or an error. A cancelled call's images are not
+        started."""
+        if self._closed:
+            raise ShuttingDown("the worker is shutting down")
+        waiting = [asyncio.run_coroutine_threadsafe(self._one(image), self._loop) for image in images]
         try:
-            return list(await asyncio.gather(*(item.future for item in pending)))
+            return list(await asyncio.gather(*(asyncio.wrap_future(each) for each in waiting)))
         finally:
-            for item in pending:
-                item.future.cancel()
+            for each in waiting:
+                each.cancel()
 
     async def close(self) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
-        while not self._queue.empty():
-            future = self._queue.get_nowait().future
-            if not future.done():
-                future.set_exception(ShuttingDown("the worker is shutting down"))
-        await asyncio.to_thread(self._thread.shutdown)
+        """End those that wait for a slot, wait for those under way, and stop the thread."""
+        self._closed = True
+        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(ending), CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
 
-    async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            batch = [await self._queue.get()]
-            while len(batch) < self._max_batch and not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            batch = [item for item in batch if not item.future.done()]
-            if not batch:
-                continue
-            results = await loop.run_in_executor(self._thread, self._run, [item.image for item in batch])
-            for item, result in zip(batch, results, strict=True):
-                if item.future.done():
-                    continue
-                if isinstance(result, WorkerError):
-                    item.future.set_exception(result)
-                else:
-                    item.future.set_result(result)
+    def _run(self) -> None:
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left))
+        self._loop.close()
 
-    def _run(self, images: list[DecodedImage]) -> list[EncodedImage | WorkerError]:
-        """One batch on the thread. If it fails, its images are tried alone, so that only the bad one fails."""
+    async def _end(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running)
+
+    async def _one(self, image: DecodedImage) -> EncodedImage:
+        """Once the library has the image, its result is read to the end, whoever waits for it."""
+        await self._slots.acquire()
+        if self._closed:
+            self._slots.release()
+            raise ShuttingDown("the worker is shutting down")
+        task = asyncio.ensure_future(self._submitted(image))
+        self._running.add(task)
+        task.add_done_callback(self._finished)
+        return await asyncio.shield(task)
+
+    def _finished(self, task: asyncio.Task[EncodedImage]) -> None:
+        self._running.discard(task)
+        self._slots.release()
+        if not task.cancelled():
+            task.exception()  # read, so that one whose caller has left is no warning
+
+    async def _submitted(self, image: DecodedImage) -> EncodedImage:
         try:
-            outputs = self._encoder.generate([self._inputs(image) for image in images], use_tqdm=False)
-            return [self._take(image, output) for image, output in zip(images, outputs, strict=True)]
+            result = self._encoder.generate_async(self._inputs(image))
         except Exception as error:
-            if len(images) > 1:
-                return [result for image in images for result in self._run([image])]
-            logger.warning("The encoder failed on an image: %s", error)
-            return [error if isinstance(error, WorkerError) else _fault(error)]
+            logger.warning("The encoder refused an image: %s: %s", type(error).__name__, error)
+            raise self._dead() or faults.refused_picture(error) from error
+        try:
+            await result.aresult()
+            return self._take(image, result)
+        except WorkerError:
+            raise
+        except Exception as error:
+            logger.warning("The encoder failed on an image: %s: %s", type(error).__name__, error)
+            raise self._dead() or EngineFault("the encoder failed on an image") from error
+
+    def _dead(self) -> WorkerError | None:
+        return EngineDead("the engine died") if self._is_dead() else None
 
     def _inputs(self, image: DecodedImage) -> dict[str, Any]:
         before, after = self._facts.around
-        return {"prompt": f"{before}{self._facts.placeholder}{after}", "multi_modal_data": {"image": [image.image]}}
+        prompt = f"{before}{self._facts.placeholder}{after}"
+        return {"prompt": prompt, "multi_modal_data": {"image": [image.image]}, "mm_processor_kwargs": {}}
 
     def _take(self, image: DecodedImage, output: Any) -> EncodedImage:
         """Opens every handle of `output`, also when one of them turns out to be of no use."""
         params = getattr(output, "disaggregated_params", None) or output.outputs[0].disaggregated_params
-        handles = getattr(params, "multimodal_embedding_handles", None) or []
-        opened = [private.open_handle(handle) for handle in handles]
-        positions = [
-            private.open_handle(handle)
-            for handle in (getattr(params, f"mrope_position_{name}_handle", None) for name in ("ids", "deltas"))
-            if handle is not None
-        ]
-        if not opened:
+        rows, positions = _open_all(
+            getattr(params, "multimodal_embedding_handles", None) or [],
+            [getattr(params, f"mrope_position_{name}_handle", None) for name in ("ids", "deltas")],
+        )
+        if not rows:
             raise EngineFault("the encoder returned no embeddings for an image")
-        features = _rows(opened)
+        features = _joined(rows)
         extras: dict[str, Any] = {}
         if self._facts.mrope:
             grid = mrope.grid_of(positions[0].cpu(), len(features)) if positions else None
             if grid is None:
                 raise EngineFault("the encoder did not say how an image is laid out")
             extras["grid"] = list(grid)
-        return EncodedImage(image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras)
+        return EncodedImage(
+            image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras
+        )
 
 
-def _rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _open_all(*groups: Sequence[Any]) -> list[list[torch.Tensor]]:
+    """The tensors behind the handles of each group; the first failure is raised after all have been tried."""
+    opened: list[list[torch.Tensor]] = []
+    failure: Exception | None = None
+    for group in groups:
+        opened.append([])
+        for handle in group:
+            try:
+                opened[-1] += [private.open_handle(handle)] if handle is not None else []
+            except Exception as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
+    return opened
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     """`[tokens, width]` of one image, which the library may hand out in several pieces."""
     import torch
 
     flat = [t.reshape(-1, t.shape[-1]) for t in tensors]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).contiguous()
-
-
-def _fault(error: Exception) -> EngineFault:
-    fault = EngineFault("the encoder failed on an image")
-    fault.__cause__ = error
-    return fault

@@ -29,6 +29,8 @@ class KvPublisher(Protocol):
         block_hashes: list[int],
         parent_hash: int | None = None,
         block_mm_infos: list[dict[str, Any] | None] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> None: ...
 
     def publish_removed(self, block_hashes: list[int]) -> None: ...
@@ -90,7 +92,8 @@ class KvEvents:
         tokens: list[int] = []
         hashes: list[int] = []
         media: list[dict[str, Any] | None] = []
-        for block in data.get("blocks") or ():
+        blocks = data.get("blocks") or ()
+        for block in blocks:
             ids = [int(token["token_id"]) for token in block.get("tokens") or ()]
             block_hash = signed_hash(block["block_hash"])
             if len(ids) != self._block_size:
@@ -99,7 +102,10 @@ class KvEvents:
             tokens += ids
             hashes.append(block_hash)
             media.append(media_of(block))
-        if hashes:
+        salts = {block.get("cache_salt") for block in blocks} if hashes else set()
+        if len(salts) > 1:
+            logger.warning("Blocks of different cache salts came in one KV event: they are not told to the router")
+        elif hashes:
             parent = data.get("parent_hash")
             publisher.publish_stored(
                 tokens,
@@ -107,6 +113,7 @@ class KvEvents:
                 hashes,
                 None if parent is None else signed_hash(parent),
                 media if any(media) else None,
+                cache_salt=salts.pop() or data.get("cache_salt"),
             )
 
     def _removed(self, publisher: KvPublisher, data: Mapping[str, Any]) -> None:
@@ -146,10 +153,31 @@ _GAUGES = {
     "iteration_latency_ms": ("iterLatencyMS",),
     "gpu_memory_bytes": ("gpuMemUsage",),
 }
+_MEANS = ("kv_cache_hit_rate", "iteration_latency_ms")
+
+
+class Gauges:
+    """The latest gauges of the engine. Under attention DP each rank has rows of its own, of which the engine's are the sum."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, dict[str, float]] = {}
+
+    def take(self, stats: Mapping[str, Any]) -> None:
+        rank = stats.get("attentionDpRank")
+        self._ranks[rank if isinstance(rank, int) else 0] = gauges_of(stats)
+
+    def all(self) -> dict[str, float]:
+        """Sums over the ranks; of a rate or a latency the mean."""
+        rows = list(self._ranks.values())
+        found: dict[str, float] = {}
+        for name in {name for row in rows for name in row}:
+            values = [row[name] for row in rows if name in row]
+            found[name] = sum(values) / len(values) if name in _MEANS else sum(values)
+        return found
 
 
 def gauges_of(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The gauges of one iteration; what the release does not report is left out."""
+    """The gauges of one iteration of one rank; what the release does not report is left out."""
     found: dict[str, float] = {}
     for name, path in _GAUGES.items():
         value: Any = stats

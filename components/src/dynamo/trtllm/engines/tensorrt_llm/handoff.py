@@ -7,7 +7,7 @@ tensors, which our transfer carries to any host. Decode may run another release:
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.engines.port import EngineState
@@ -21,26 +21,31 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _MROPE = {"mrope_position_ids": "mrope_position_ids_handle", "mrope_position_deltas": "mrope_position_deltas_handle"}
 MROPE_TENSORS = tuple(_MROPE)
+_DELTAS = "mrope_position_deltas"
+_WAYS_TO_THE_CACHE = ("opaque_state", "ctx_info_endpoint")
 _NOT_SENT = frozenset({"request_type", "multimodal_embedding_handles", "first_gen_logits", *_MROPE.values()})
 
 
-def pack_state(library: Library, params: Any) -> EngineState:
+def pack_state(library: Library, params: Any, positions: Sequence[torch.Tensor] = ()) -> EngineState:
     """State of a context stage whose `DisaggregatedParams` are `params`.
 
-    `meta` is JSON; `tensors` holds int64 `mrope_position_ids` `[3, 1, tokens]` and `mrope_position_deltas` `[1, 1]` of models
-    that need them. Raises `EngineFault` when the engine left out what decode cannot do without.
+    `positions` are its mRoPE ids and deltas where they are known here; otherwise those behind the handles of `params`.
+
+    `meta` is JSON; `tensors` holds int64 `mrope_position_ids` `[3, 1, tokens]` and int32 `mrope_position_deltas` `[1, 1]` of
+    models that need them. The C++ transceiver tells decode where to fetch in `opaque_state`, the Python one in
+    `ctx_info_endpoint`, and its state may be empty. Raises `EngineFault` when neither is there.
     """
-    if params is None or not getattr(params, "opaque_state", None):
+    if params is None or not any(getattr(params, name, None) for name in _WAYS_TO_THE_CACHE):
         raise EngineFault("the engine returned nothing that decode could continue from")
     fields: dict[str, Any] = {}
     for name in sorted(library.disaggregated_fields - _NOT_SENT):
         value = getattr(params, name, None)
         if value is not None:
             fields[name] = _to_json(name, value)
-    tensors = {}
+    tensors = dict(zip(MROPE_TENSORS, positions, strict=False))
     for name, handle_field in _MROPE.items():
         handle = getattr(params, handle_field, None)
-        if handle is not None:
+        if handle is not None and not positions:
             tensors[name] = private.open_handle(handle)
     meta = {"engine": "tensorrt_llm", "schema": SCHEMA, "release": library.version, "params": fields}
     return EngineState(meta, tensors)
@@ -57,17 +62,20 @@ def unpack_state(library: Library, state: EngineState) -> tuple[Any, tuple[torch
     if all(name in state.tensors for name in _MROPE):
         for name, handle_field in _MROPE.items():
             tensor = state.tensors[name].clone()
+            if name == _DELTAS:
+                tensor = tensor.int()  # what the model's cache of them holds; another kind fails its forward pass
             keep.append(tensor)
             fields[handle_field] = private.make_handle(tensor)
     fields = {name: value for name, value in fields.items() if value is not None}
     return library.disaggregated_params(request_type="generation_only", **fields), tuple(keep)
 
 
-def discard(*params: Any) -> None:
-    """Free what the handles in `params` point to: the request goes no further."""
+def discard(*params: Any, prepared: Any = None) -> None:
+    """Free what the handles in `params`, and in inputs that the library has prepared, point to: the request goes no further."""
     fields = ("multimodal_embedding_handles", *_MROPE.values())
-    values = [getattr(each, name, None) for each in params for name in fields]
-    private.discard_handles(handle for value in values if value for handle in (value if isinstance(value, list) else [value]))
+    found = [getattr(each, name, None) for each in params for name in fields]
+    found.append(getattr(getattr(prepared, "multimodal_params", None), "multimodal_data", None))
+    private.discard_handles(found)
 
 
 def first_logprobs(params: Any) -> list[Any]:

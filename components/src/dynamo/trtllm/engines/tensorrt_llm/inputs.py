@@ -1,7 +1,9 @@
-"""A prompt with its media, in the form that the installed release takes.
+"""A prompt with its media, in the form that the loaded model takes.
 
-The engine gets decoded images or embeddings, never a URL. The port's prompt may come expanded; the library expands placeholders
-itself, so each image goes back to the one placeholder that the chat template wrote.
+The engine gets decoded images or embeddings, never a URL. The port's prompt may come expanded; the library
+expands placeholders itself, so each image goes back to the one placeholder that the chat template wrote.
+Token ids beside images are used only by processors that say so; for the others the library would decode and
+tokenize them again, so they get the rendered text.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, Prompt
-from dynamo.trtllm.engines.tensorrt_llm import mrope, private
+from dynamo.trtllm.engines.tensorrt_llm import embeddings, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
-from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts
+from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
 from dynamo.trtllm.errors import ClientFault, EngineFault
 
 if TYPE_CHECKING:
     import torch
+
+NO_TEXT = "embeddings need the rendered prompt beside its token ids, as Dynamo's frontend sends it"
 
 
 class EngineInputs(NamedTuple):
@@ -35,12 +39,32 @@ class EngineInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """Builds engine inputs for one model on one release."""
+    """Builds engine inputs for one loaded model. `front` is what its tokenizer puts in front of a text by
+    itself."""
 
-    library: Library
-    facts: ModelFacts
+    model: ModelDescription
     placeholder_id: int | None
-    hidden_size: int | None
+    takes_ids: bool
+    takes_handles: bool
+    takes_uuids: bool
+    front: str
+
+    @classmethod
+    def of(
+        cls, library: Library, llm: Any, model: ModelDescription, placeholder_id: int | None
+    ) -> ModelInputs:
+        """What `llm`, started by `library`, takes: it is asked, where it can tell."""
+        takes_handles = private.takes_handles(llm)
+        return cls(
+            model=model,
+            placeholder_id=placeholder_id,
+            takes_ids=private.takes_ids_beside_images(llm),
+            takes_handles=model.facts.encodes_apart
+            and takes_handles is not False
+            and private.handles_supported(),
+            takes_uuids="multi_modal_uuids" in library.prompt_keys,
+            front=private.front_of_a_text(llm) if placeholder_id is not None else "",
+        )
 
     def build(self, prompt: Prompt, uuids: Sequence[str] = ()) -> EngineInputs:
         """Raises `ClientFault` for media that this model or release cannot take."""
@@ -52,44 +76,70 @@ class ModelInputs:
         images = [item.image for item in items if isinstance(item, DecodedImage)]
         encoded = [item for item in items if isinstance(item, EncodedImage)]
         if images and encoded:
-            raise ClientFault("pictures and precomputed embeddings cannot be mixed in one request to this model")
-        return self._images(prompt, images, uuids) if images else self._encoded(prompt, encoded)
+            raise ClientFault(
+                "pictures and precomputed embeddings cannot be mixed in one request to this model"
+            )
+        if images:
+            return self._images(prompt, images, uuids)
+        attached = self.model.facts.attaches_embeddings and all(
+            embeddings.FROM_FILE in item.extras for item in encoded
+        )
+        return (
+            self._by_handles(prompt, encoded)
+            if self.takes_handles and not attached
+            else self._attached(prompt, encoded)
+        )
 
     def _images(self, prompt: Prompt, images: list[Any], uuids: Sequence[str]) -> EngineInputs:
-        by_ids = self.library.takes_ids_beside_images or prompt.text is None
-        inputs = self._prompt(prompt, by_ids)
-        inputs["multi_modal_data"] = {"image": images}
-        if by_ids and len(uuids) == len(images) and self.library.takes_ids_beside_images:
+        inputs: dict[str, Any] = {"prompt_token_ids": self.unexpanded(prompt)}
+        special_tokens = True
+        if prompt.text is not None and not self.takes_ids:
+            inputs, special_tokens = self._text(prompt)
+        # A None here fails the library's first look at the processor, and hashing stays off for the whole
+        # process.
+        inputs.update(multi_modal_data={"image": images}, mm_processor_kwargs={})
+        if self.takes_uuids and len(uuids) == len(images):
             inputs["multi_modal_uuids"] = {"image": list(uuids)}
-        return EngineInputs(inputs=inputs, special_tokens=by_ids)
+        return EngineInputs(inputs=inputs, special_tokens=special_tokens)
 
-    def _encoded(self, prompt: Prompt, encoded: list[EncodedImage]) -> EngineInputs:
-        if self.facts.encodes_apart and private.handles_supported():
-            return self._by_handles(prompt, encoded)
-        if not self.facts.attaches_embeddings:
+    def _attached(self, prompt: Prompt, encoded: list[EncodedImage]) -> EngineInputs:
+        if not self.model.facts.attaches_embeddings:
             raise ClientFault("this model takes no precomputed embeddings")
-        if prompt.text is None:
-            raise ClientFault("precomputed embeddings need the rendered prompt beside its token ids")
-        inputs = self._prompt(prompt, by_ids=False)
-        inputs["multi_modal_embeddings"] = {"image": [item.tensors["features"] for item in encoded]}
-        return EngineInputs(inputs=inputs, special_tokens=False)
+        inputs, special_tokens = self._text(prompt)
+        inputs.update(
+            multi_modal_embeddings={"image": [embeddings.engine_form(item) for item in encoded]},
+            mm_processor_kwargs={},
+        )
+        return EngineInputs(inputs=inputs, special_tokens=special_tokens)
 
     def _by_handles(self, prompt: Prompt, encoded: list[EncodedImage]) -> EngineInputs:
-        by_ids = self.library.takes_ids_beside_images or prompt.text is None
+        inputs, special_tokens = self._text(prompt)
+        inputs["prompt_token_ids"] = self.unexpanded(prompt)
         keep = [_features(item).clone() for item in encoded]
+        mrope_keep = list(self._mrope(prompt, encoded)) if self.model.facts.mrope else []
         fields: dict[str, Any] = {
             "multimodal_embedding_handles": [private.make_handle(tensor) for tensor in keep],
             "multimodal_hashes": [_hash_words(item.digest) for item in encoded],
         }
-        if self.facts.mrope:
-            ids, deltas = self._mrope(prompt, encoded)
-            keep += [ids, deltas]
-            fields["mrope_position_ids_handle"] = private.make_handle(ids)
-            fields["mrope_position_deltas_handle"] = private.make_handle(deltas)
-        return EngineInputs(inputs=self._prompt(prompt, by_ids), special_tokens=by_ids, disaggregated=fields, keep=tuple(keep))
+        if mrope_keep:
+            fields["mrope_position_ids_handle"] = private.make_handle(mrope_keep[0])
+            fields["mrope_position_deltas_handle"] = private.make_handle(mrope_keep[1])
+        return EngineInputs(
+            inputs=inputs, special_tokens=special_tokens, disaggregated=fields, keep=(*keep, *mrope_keep)
+        )
 
-    def _prompt(self, prompt: Prompt, by_ids: bool) -> dict[str, Any]:
-        return {"prompt_token_ids": self.unexpanded(prompt)} if by_ids else {"prompt": prompt.text}
+    def _text(self, prompt: Prompt) -> tuple[dict[str, Any], bool]:
+        """The rendered prompt, and whether the tokenizer may add special tokens: never a second of those in
+        front.
+
+        Most processors add them whatever the request's parameters say, so the rendered ones are what has to
+        go.
+        """
+        if prompt.text is None:
+            raise ClientFault(NO_TEXT)
+        if self.front and prompt.text.startswith(self.front):
+            return {"prompt": prompt.text[len(self.front) :]}, True
+        return {"prompt": prompt.text}, False
 
     def unexpanded(self, prompt: Prompt) -> list[int]:
         """Token ids with one placeholder for each image, whatever stands there now."""
@@ -113,20 +163,6 @@ class ModelInputs:
             placed.append((media.start + grown, (int(grid[0]), int(grid[1]), int(grid[2]))))
             grown += len(item.token_ids) - media.length
         return mrope.positions(len(prompt.token_ids) + grown, placed)
-
-
-def adopt(
-    facts: ModelFacts, placeholder_id: int | None, hidden_size: int | None, digest: str, features: Any, extras: Mapping[str, Any]
-) -> EncodedImage:
-    """An `EncodedImage` of `features`, `[tokens, hidden]` or `[1, tokens, hidden]`, that came from a file."""
-    if not facts.attaches_embeddings or placeholder_id is None:
-        raise ClientFault("this model takes no precomputed embeddings")
-    if features.dim() == 3 and features.shape[0] == 1:
-        features = features[0]
-    if features.dim() != 2 or features.shape[0] < 1 or (hidden_size is not None and features.shape[1] != hidden_size):
-        wanted = hidden_size if hidden_size is not None else "hidden size"
-        raise ClientFault(f"embeddings must be [tokens, {wanted}] for this model, not {list(features.shape)}")
-    return EncodedImage(digest, {"features": features}, (placeholder_id,) * int(features.shape[0]), dict(extras))
 
 
 def _features(item: EncodedImage) -> torch.Tensor:

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from dynamo.trtllm.engines.tensorrt_llm.record import Release, release_record
+from dynamo.trtllm.engines.tensorrt_llm.request_ids import id_maker
 from dynamo.trtllm.errors import StartupError
 
 INSTALL_HINT = (
@@ -43,13 +44,10 @@ class Library:
     multimodal_encoder: Any | None
     scheduling_params: Any | None
     logprob: Any | None
-    next_request_id: Callable[..., int] | None
+    next_request_id: Callable[[], int] | None
     """Makes ids that are unique over prefill workers; None where the release has no `disagg_request_id`."""
-
-    @property
-    def takes_ids_beside_images(self) -> bool:
-        """False: images need the rendered text, since token ids would be decoded and tokenized again."""
-        return self.record.version != "1.2.1"
+    prompt_keys: frozenset[str]
+    """Keys of a prompt dictionary, as the release's own types list them."""
 
 
 def load_library() -> Library:
@@ -80,9 +78,10 @@ def load_library() -> Library:
         disaggregated_fields=fields,
         has_preprocess=callable(getattr(llm, "preprocess", None)),
         multimodal_encoder=getattr(api, "MultimodalEncoder", None),
-        scheduling_params=getattr(api, "SchedulingParams", None),
+        scheduling_params=getattr(api, "SchedulingParams", None) or _find("tensorrt_llm.scheduling_params", "SchedulingParams"),
         logprob=_find("tensorrt_llm.executor.result", "Logprob"),
         next_request_id=_request_ids() if "disagg_request_id" in fields else None,
+        prompt_keys=_prompt_keys(),
     )
 
 
@@ -105,9 +104,25 @@ def _argument_fields() -> Mapping[str, Any]:
     raise StartupError("this TensorRT-LLM release does not say which engine arguments it takes; install 1.2.1 or 1.3.0rc29")
 
 
-def _request_ids() -> Callable[..., int] | None:
+def nested_default(field: Any, name: str) -> Any:
+    """Default of `name` in the configuration class that `field` holds; None when it has no such field."""
+    annotation = getattr(field, "annotation", None)
+    for candidate in (annotation, *typing.get_args(annotation)):
+        fields = getattr(candidate, "model_fields", None)
+        if isinstance(fields, Mapping) and name in fields:
+            return fields[name].default
+    return None
+
+
+def _request_ids() -> Callable[[], int] | None:
     found = _find("tensorrt_llm.llmapi.disagg_utils", "get_global_disagg_request_id")
-    return found if callable(found) else None
+    return id_maker(found) if callable(found) else None
+
+
+def _prompt_keys() -> frozenset[str]:
+    """All keys of the typed dictionaries that a prompt may be."""
+    kinds = (_find("tensorrt_llm.inputs", name) for name in ("TextPrompt", "TokensPrompt"))
+    return frozenset(key for kind in kinds for key in getattr(kind, "__annotations__", ()))
 
 
 def _find(module: str, name: str) -> Any | None:

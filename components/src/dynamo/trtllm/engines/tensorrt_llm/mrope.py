@@ -7,6 +7,7 @@ coordinates, and the text after it goes on at one more than the largest position
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ Grid = tuple[int, int, int]
 def positions(length: int, images: Sequence[tuple[int, Grid]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of an expanded prompt of `length` tokens with `images` as (start, merged grid), in order.
 
-    Returns int64 `[3, 1, length]`, and int64 `[1, 1]`: what to add to a later token's index to get its position.
+    Returns int64 `[3, 1, length]`, and int32 `[1, 1]`: what to add to a later token's index to get its position. The library
+    copies the latter into an int32 cache and takes no other kind.
     """
     import torch
 
@@ -35,7 +37,7 @@ def positions(length: int, images: Sequence[tuple[int, Grid]]) -> tuple[torch.Te
     parts.append(_text(following, length - at))
     result = torch.cat(parts, dim=1).to(torch.int64)
     delta = int(result.max()) + 1 - length if length else 0
-    return result.unsqueeze(1).contiguous(), torch.tensor([[delta]], dtype=torch.int64)
+    return result.unsqueeze(1).contiguous(), torch.tensor([[delta]], dtype=torch.int32)
 
 
 def grid_of(position_ids: torch.Tensor, tokens: int) -> Grid | None:
@@ -53,6 +55,18 @@ def grid_of(position_ids: torch.Tensor, tokens: int) -> Grid | None:
         if bool((positions(tokens, [(0, grid)])[0][:, 0] + window[:, :1] == window).all()):
             return grid
     return None
+
+
+def grid_of_picture(width: int, height: int, tokens: int) -> Grid:
+    """The merged grid of a picture that became `tokens` rows.
+
+    Qwen's processors keep the ratio of its sides as far as whole cells allow, so of all grids of so many cells it is the one
+    whose ratio is nearest. Source: `smart_resize` of the models' published image processors.
+    """
+    pairs = [(rows, tokens // rows) for rows in range(1, tokens + 1) if tokens % rows == 0]
+    wanted = math.log(height / width)
+    rows, columns = min(pairs, key=lambda pair: abs(math.log(pair[0] / pair[1]) - wanted))
+    return 1, rows, columns
 
 
 def _text(start: int, count: int) -> torch.Tensor:

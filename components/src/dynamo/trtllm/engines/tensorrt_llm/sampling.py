@@ -16,7 +16,8 @@ from dynamo.trtllm.errors import ClientFault, EngineFault
 
 _SAME_NAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_END_ID = -1
-"""No token ends the answer. An explicit id is needed: the library without a tokenizer refuses None."""
+"""No token ends the answer: what the library itself makes of `ignore_eos`, which would drop the request's stop tokens as well.
+It has to be said in any case, since the library without a tokenizer refuses None."""
 
 
 def build_sampling_params(
@@ -47,11 +48,9 @@ def _values(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
     values: dict[str, Any] = {"max_tokens": max_tokens, "detokenize": False, "end_id": end_id}
     if end_id == NO_END_ID:
         values["pad_id"] = 0
-    if sampling.ignore_eos:
-        values["ignore_eos"] = True
     if stop_ids and not sampling.min_tokens:
         values["stop_token_ids"] = stop_ids
-    if sampling.min_tokens:
+    if sampling.min_tokens and end_id != NO_END_ID:
         values["min_tokens"] = min(sampling.min_tokens, max_tokens)
     if sampling.top_k is not None and sampling.top_k > 0:
         values["top_k"] = sampling.top_k
@@ -69,8 +68,10 @@ def _values(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
 def end_ids(sampling: Sampling) -> tuple[int, list[int]]:
     """The one end-of-sequence id that the library takes, and all other ids that end the answer, sorted."""
     ends, stops = sampling.eos_token_ids, sampling.stop_token_ids
+    if sampling.ignore_eos:
+        return NO_END_ID, sorted(stops)
     end_id = min(ends, default=NO_END_ID)
-    if not sampling.ignore_eos and len(ends) > 1:
+    if len(ends) > 1:
         stops = (stops | ends) - ({end_id} - stops)
     return end_id, sorted(stops)
 

@@ -1,0 +1,138 @@
+"""Starting the library's engine, and what a started one is, by what it says itself where it does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo.trtllm.config import EngineConfig, Modality, Role
+from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.engines.tensorrt_llm import private
+from dynamo.trtllm.engines.tensorrt_llm.library import Library
+from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
+from dynamo.trtllm.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT_LENGTH = 8192
+DEFAULT_BLOCK_SIZE = 32
+
+
+def require_servable(config: EngineConfig, model: ModelDescription) -> None:
+    """What the record knows cannot work is refused before anything is loaded."""
+    facts, name = model.facts, model.architecture
+    if config.role in (Role.PREFILL, Role.DECODE) and not facts.disaggregates:
+        raise StartupError(
+            f"TensorRT-LLM does not split {name} over prefill and decode workers: serve it aggregated"
+        )
+    if config.role is not Role.ENCODE:
+        return
+    if not facts.encodes_apart and not facts.attaches_embeddings:
+        raise StartupError(
+            f"TensorRT-LLM cannot encode images of {name or 'this model'} in a worker of their own: leave the encode worker "
+            "out, prefill and aggregated workers encode them"
+        )
+    if facts.encodes_apart and not private.handles_supported():
+        raise StartupError(
+            "this TensorRT-LLM release cannot hand embeddings to another process: leave the encode worker out"
+        )
+
+
+def construct(library: Library, make: Any, args: Mapping[str, Any]) -> Any:
+    """Load the model, on the calling thread. Everything that goes wrong is told as one sentence."""
+    if make is None:
+        raise StartupError(
+            f"TensorRT-LLM {library.version} has no MultimodalEncoder: leave the encode worker out"
+        )
+    try:
+        return make(**args)
+    except Exception as error:
+        raise StartupError(f"TensorRT-LLM {library.version} {_construction_fault(error)}") from error
+
+
+def _construction_fault(error: BaseException) -> str:
+    """In words of one line. What goes wrong in a rank comes as the cause of an exception that says
+    nothing."""
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
+        return _construction_fault(error.__cause__)
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        found = errors()
+        if found:
+            name = ".".join(str(part) for part in found[0].get("loc", ()))
+            return f"refused the engine argument {name}: {found[0].get('msg', 'not valid')}"
+    lines = str(error).strip().splitlines()
+    return f"could not load the model: {lines[0] if lines else type(error).__name__}"
+
+
+def describe_engine(
+    library: Library, llm: Any, config: EngineConfig, args: Mapping[str, Any], model: ModelDescription
+) -> EngineInfo:
+    """Facts of a started `LLM`."""
+    built = getattr(llm, "args", None)
+    capacity = _capacity(llm)
+    cache = args.get("kv_cache_config")
+    block_size = capacity.get("tokensPerBlock") or (
+        cache.get("tokens_per_block") if isinstance(cache, dict) else None
+    )
+    takes_images = config.modality is Modality.MULTIMODAL and config.role is not Role.DECODE
+    ranks = (_first(args.get("tensor_parallel_size")) or 1) if args.get("enable_attention_dp") else 1
+    if ranks > 1 and library.scheduling_params is None:
+        logger.warning(
+            "TensorRT-LLM %s cannot be told which attention-DP rank serves a request", library.version
+        )
+    return EngineInfo(
+        context_length=_first(
+            getattr(built, "max_seq_len", None), args.get("max_seq_len"), model.max_positions
+        )
+        or DEFAULT_CONTEXT_LENGTH,
+        kv_block_size=_first(block_size) or DEFAULT_BLOCK_SIZE,
+        total_kv_blocks=_first(capacity.get("maxNumBlocks")),
+        max_num_seqs=_first(getattr(built, "max_batch_size", None), args.get("max_batch_size")) or 2048,
+        max_num_batched_tokens=_first(getattr(built, "max_num_tokens", None), args.get("max_num_tokens"))
+        or 8192,
+        image_placeholder_id=model.placeholder_id if takes_images else None,
+        hidden_size=model.hidden_size if model.facts.attaches_embeddings else None,
+        data_parallel_size=ranks,
+        extras=_extras(library, model, private.takes_handles(llm)),
+    )
+
+
+def describe_encoder(library: Library, config: EngineConfig, model: ModelDescription) -> EngineInfo:
+    """Facts of a worker of the encode role, with an encoder or for embedding files only."""
+    return EngineInfo(
+        context_length=model.max_positions or DEFAULT_CONTEXT_LENGTH,
+        kv_block_size=DEFAULT_BLOCK_SIZE,
+        total_kv_blocks=None,
+        max_num_seqs=int(config.args.get("max_batch_size") or 1),
+        max_num_batched_tokens=int(config.args.get("max_num_tokens") or DEFAULT_CONTEXT_LENGTH),
+        image_placeholder_id=model.placeholder_id,
+        encodes_apart=True,
+        hidden_size=model.hidden_size,
+        extras=_extras(library, model, None),
+    )
+
+
+def _extras(library: Library, model: ModelDescription, takes_handles: bool | None) -> dict[str, Any]:
+    apart = model.facts.encodes_apart and takes_handles is not False
+    return {
+        "tensorrt_llm": library.version,
+        "images_encoded_apart": apart,
+        "embedding_files": model.facts.attaches_embeddings,
+    }
+
+
+def _capacity(llm: Any) -> Mapping[str, Any]:
+    read = getattr(llm, "get_kv_cache_capacity", None)
+    if not callable(read):
+        return {}
+    try:
+        return dict(read() or {})
+    except Exception as error:
+        logger.info("The engine does not tell its KV cache's size: %s", error)
+        return {}
+
+
+def _first(*values: Any) -> int | None:
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
