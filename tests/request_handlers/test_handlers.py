@@ -11,6 +11,7 @@ import pytest
 from dynamo.trtllm.config import Modality, ModelConfig, PeerConfig, Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.multimodal.files_apart import FilesApart
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.remote import RemoteEncoder
 from dynamo.trtllm.request_handlers import handlers
@@ -115,12 +116,21 @@ async def test_the_fallback_is_built_only_where_it_was_asked_for(transfers: list
 
 
 @pytest.mark.asyncio
-async def test_a_model_that_is_not_encoded_apart_loads_its_media_where_the_prompt_is(transfers: list[Transfer]) -> None:
+async def test_a_model_that_is_not_encoded_apart_asks_an_encode_worker_for_embedding_files_only(
+    transfers: list[Transfer],
+) -> None:
     runtime = Runtime()
     handler = await create(Role.PREFILL, runtime, extras={"images_encoded_apart": False}, encode_endpoint=ENCODE)
-    assert type(source(handler)) is MediaLoader
-    assert runtime.asked == []
+    assert type(source(handler)) is FilesApart
+    assert runtime.asked == [ENCODE]
     await handler.close()
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_takes_no_embeddings_refuses_an_encode_worker(transfers: list[Transfer]) -> None:
+    nothing = {"images_encoded_apart": False, "embedding_files": False}
+    with pytest.raises(StartupError, match="takes no embeddings from an encode worker: remove --encode-endpoint"):
+        await create(Role.PREFILL, Runtime(), extras=nothing, encode_endpoint=ENCODE)
 
 
 @pytest.mark.asyncio

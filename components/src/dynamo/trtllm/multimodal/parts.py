@@ -114,6 +114,13 @@ def require_known_content(messages: object) -> None:
                 raise ClientFault(f"message {number}, part {at}: {named} is not supported; {TAKEN}")
 
 
+def names_embedding_file(url: object) -> bool:
+    """True for a file URL, or a path, whose suffix is that of an embedding file."""
+    if not isinstance(url, str) or _scheme_of(url.strip()) not in ("", "file"):
+        return False
+    return _suffix(url.strip().partition("?")[0].partition("#")[0]) in EMBEDDING_SUFFIXES
+
+
 def describe(url: object) -> str:
     """`url` for a log line: at most about 100 characters, without credentials, query, fragment or payload."""
     if not isinstance(url, str):

@@ -9,6 +9,7 @@ from dynamo.trtllm import peers
 from dynamo.trtllm.config import Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.multimodal.files_apart import FilesApart
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.remote import RemoteEncoder
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
@@ -58,12 +59,16 @@ async def _processor(
 ) -> MultimodalProcessor:
     if config.peers.encode_endpoint is None or transfer is None:
         return MultimodalProcessor(info, _loader(config, engine, info))
-    if not info.extras.get("images_encoded_apart", True):
-        logger.warning("This model has no encoder of its own: its media is loaded here, and --encode-endpoint is not used")
-        return MultimodalProcessor(info, _loader(config, engine, info))
+    apart, files = (info.extras.get(name, True) for name in ("images_encoded_apart", "embedding_files"))
+    if not apart and not files:
+        raise StartupError("this model takes no embeddings from an encode worker: remove --encode-endpoint")
     fallback = _loader(config, engine, info) if config.peers.encode_fallback else None
     client = await peers.connect(runtime, config.peers.encode_endpoint, "encode")
-    return MultimodalProcessor(info, RemoteEncoder(client, transfer, config.peers, config.media, fallback))
+    remote = RemoteEncoder(client, transfer, config.peers, config.media, fallback)
+    if apart:
+        return MultimodalProcessor(info, remote)
+    logger.warning("This model's pictures are encoded here; --encode-endpoint is asked for embedding files")
+    return MultimodalProcessor(info, FilesApart(_loader(config, engine, info), remote))
 
 
 def _loader(config: WorkerConfig, engine: Engine, info: EngineInfo) -> MediaLoader:

@@ -1,0 +1,37 @@
+"""Media of a model whose pictures are encoded where the prompt is, while embedding files lie on an encode worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dynamo.trtllm.egress import Context
+from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
+from dynamo.trtllm.multimodal.parts import MediaPart, names_embedding_file
+from dynamo.trtllm.multimodal.remote import RemoteEncoder
+
+
+class FilesApart:
+    """Loads pictures here, and embedding files through encode workers."""
+
+    def __init__(self, here: MediaLoader, files: RemoteEncoder) -> None:
+        self._here = here
+        self._files = files
+
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[MediaItem]:
+        """As `RemoteEncoder.load`; a request with pictures and files gets both, in its order."""
+        files = [part for part in parts if names_embedding_file(part.url)]
+        pictures = [part for part in parts if part not in files]
+        loaded = await self._files.load(files, budget, context) if files else []
+        loaded += await self._here.load(pictures, budget, context) if pictures else []
+        by_position = {part.position: item for part, item in zip([*files, *pictures], loaded, strict=True)}
+        return [by_position[part.position] for part in parts]
+
+    def stats(self) -> Mapping[str, float]:
+        files = self._files.stats()
+        return {**files, **{name: value + files.get(name, 0.0) for name, value in self._here.stats().items()}}
+
+    async def close(self) -> None:
+        await self._here.close()
+        await self._files.close()
