@@ -95,7 +95,7 @@ def test_each_value_survives_the_merge_with_its_origin(key: str, tmp_path: Path)
 
 @pytest.mark.parametrize("release", RECORD)
 @pytest.mark.parametrize("key", FILES)
-def test_both_recorded_releases_know_every_key_and_value(key: str, release: str) -> None:
+def test_every_recorded_release_knows_every_key_and_value(key: str, release: str) -> None:
     record = RECORD[release]
     content = yaml.safe_load(FILES[key][1].read_text())
     assert set(content) <= set(record.llm_arguments)

@@ -90,7 +90,7 @@ async def test_a_bad_argument_is_told_in_one_sentence(release: str, model: Path,
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("argument", "knows"),
-    [({"multimodal_config": {}}, {"1.3.0rc29"}), ({"build_config": {}}, {"1.2.1"}), ({"backend": "pytorch"}, set(RELEASES))],
+    [({"multimodal_config": {}}, {"1.3.0rc29"}), ({"sampler_type": "auto"}, {"1.2.1"}), ({"backend": "pytorch"}, set(RELEASES))],
 )
 async def test_only_arguments_of_the_installed_release_are_taken(
     release: str, model: Path, argument: Any, knows: set[str]
