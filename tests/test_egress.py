@@ -19,6 +19,7 @@ from dynamo.trtllm.errors import (
     ClientFault,
     EngineDead,
     EngineFault,
+    PeerFault,
     PeerTimeout,
     RequestCancelled,
     ShuttingDown,
@@ -148,6 +149,25 @@ async def test_a_handlers_error_ends_the_request_as_dynamos_exception(
     assert type(raised) is theirs
     assert str(raised) == words
     assert (dict(egress.outcomes), egress.in_flight, handler.ended) == ({counted: 1}, 0, True)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("raw", [None, [], "text", 5, [["token_ids", [1]]]])
+async def test_a_request_that_is_no_object_is_refused_whatever_the_role(raw: Any) -> None:
+    egress = make(Scripted(1))
+    raised = await outcome(collect(egress.serve(raw, FakeContext(), response_sender=FakeSender())))
+    assert (type(raised), str(raised)) == (dynamo.InvalidArgument, "the request must be an object")
+    assert dict(egress.outcomes) == {"refused": 1}
+
+
+@pytest.mark.asyncio
+async def test_what_a_peer_did_is_one_line_with_its_cause_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    fault = PeerFault("the peer broke")
+    fault.__cause__ = OSError("first line " + "x" * 500 + "\nsecond line")
+    await outcome(push(make(Scripted(0, fault)), FakeSender(), FakeContext("r-1")))
+    (record,) = caplog.records
+    assert record.getMessage() == "request r-1 failed: the peer broke (OSError: " + ("first line " + "x" * 500)[:200] + ")"
+    assert not record.exc_info
 
 
 @pytest.mark.asyncio

@@ -208,6 +208,8 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         (messages("input_audio"), "message 1, part 3: input_audio is not supported; this worker takes text and image_url"),
         (messages("file", role="tool"), "message 1, part 3: file is not supported; this worker takes text and image_url"),
         (messages("hologram", before=2), "message 3, part 3: hologram is not supported; this worker takes text and image_url"),
+        (messages(["text"]), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
+        (messages({}), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
         (messages(None), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
         (messages("<b>\n"), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
         (

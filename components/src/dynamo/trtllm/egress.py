@@ -47,6 +47,7 @@ LATE_MEMORY_S = 5.0
 """Dynamo's frontend sends a request whose deadline has passed once more, under its id and at once. For this long the repeat is
 refused without another wait, so that a client waits for one deadline of a worker and not for one per attempt.
 """
+_REASON_CHARACTERS = 200
 STOPPED_READING = "the client stopped reading"
 _WATCH_INTERVAL_S = 0.05
 
@@ -289,6 +290,8 @@ class Egress:
             _require_output(empty)
 
     async def _outputs(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
+        if not isinstance(request, (dict, Mapping)):
+            raise ClientFault("the request must be an object")
         outputs = await self._handler.respond(request, context)
         conditions = request.get("stop_conditions")
         if self._stops is None or not conditions or not conditions.get("stop"):
@@ -359,7 +362,7 @@ class Egress:
             self._on_dead(error)
         if isinstance(error, (PeerTimeout, Overloaded)):
             self._late[context.id()] = time.monotonic()
-        logger.error("request %s failed: %s", context.id(), error, exc_info=trace)
+        logger.error("request %s failed: %s", context.id(), _reason_of(error), exc_info=trace)
         return "failed"
 
 
@@ -380,12 +383,19 @@ class _Accounted:
 
 
 def _traceback_of(error: Exception) -> BaseException | None:
-    """What to print of a failure's origin: nothing of those that say all by their message, as an expired deadline does."""
-    if isinstance(error, (PeerTimeout, Overloaded)):
-        return None
+    """Where a failure of this worker itself came from; what a peer or a deadline did is said by one line."""
     if isinstance(error, WorkerError) and not isinstance(error, (EngineFault, EngineDead)):
-        return error.__cause__
+        return None
     return error.__cause__ or error
+
+
+def _reason_of(error: Exception) -> str:
+    """The error's message, and its cause's first line, cut short: a cause may quote what a client sent."""
+    cause = error.__cause__
+    if cause is None:
+        return str(error)
+    line = str(cause).partition("\n")[0]
+    return f"{error} ({type(cause).__name__}: {line[:_REASON_CHARACTERS]})"
 
 
 def _require_output(empty: bool) -> None:

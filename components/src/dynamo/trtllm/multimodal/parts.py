@@ -109,8 +109,9 @@ def require_known_content(messages: object) -> None:
         content = message.get("content")
         for at, part in enumerate(content if isinstance(content, (list, tuple)) else (), 1):
             kind = part.get("type") if isinstance(part, Mapping) else "text" if isinstance(part, str) else None
-            if kind not in _KNOWN_CONTENT:
-                named = kind if isinstance(kind, str) and _PART_TYPE.fullmatch(kind) else "a part of this type"
+            is_named = isinstance(kind, str) and _PART_TYPE.fullmatch(kind)
+            if not is_named or kind not in _KNOWN_CONTENT:
+                named = kind if is_named else "a part of this type"
                 raise ClientFault(f"message {number}, part {at}: {named} is not supported; {TAKEN}")
 
 
