@@ -277,7 +277,9 @@ async def test_a_state_that_does_not_fit_fails_only_its_request(start: Start) ->
 
 
 @pytest.mark.asyncio
-async def test_one_prompt_that_fails_leaves_the_others_of_its_batch_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_prompt_that_fails_leaves_the_others_of_its_batch_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, compute = await start(), ModelRunner.prefill
 
     def fragile(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
@@ -289,6 +291,8 @@ async def test_one_prompt_that_fails_leaves_the_others_of_its_batch_alone(start:
     asked = [request((99 if i == 2 else 40 + i, 50, 51), max_tokens=5, ignore_eos=True) for i in range(5)]
     outputs = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
     assert isinstance(outputs[2], EngineFault)
+    assert str(outputs[2].__cause__) == "out of memory"  # for the log, which has it once: from who waited for the answer
+    assert not caplog.records
     assert [len(o.token_ids) for o in outputs if isinstance(o, Output)] == [5] * 4
     assert _idle(engine)
 

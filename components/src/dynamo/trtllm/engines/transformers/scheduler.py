@@ -8,7 +8,6 @@ padded to the longest, and the padding counts: what is used is what the memory h
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence as Items
 from typing import Any
@@ -23,8 +22,6 @@ from dynamo.trtllm.engines.transformers.sampling import Sampled, sample_apart
 from dynamo.trtllm.engines.transformers.sequence import Sequence, Stage
 from dynamo.trtllm.engines.transformers.state import pack_state
 from dynamo.trtllm.errors import EngineDead, EngineFault, WorkerError
-
-logger = logging.getLogger(__name__)
 
 _MAX_PREFILL_ROWS = 32
 
@@ -226,7 +223,6 @@ class Scheduler:
         self._free(sequence)
 
     def _report(self, sequence: Sequence, error: Exception) -> None:
-        logger.error("a request failed in the engine", exc_info=error)
         lost = device_is_lost(error)
         fault: WorkerError = EngineFault("the engine failed on this request")
         if lost:

@@ -190,7 +190,6 @@ class Worker:
                 raise
             if len(jobs) > 1:
                 return [event for job in jobs for event in self._encode([job])]
-            logger.error("an image failed in the vision tower", exc_info=error)
             fault = EngineFault("the engine failed on this image")
             fault.__cause__ = error
             return [(jobs[0].sink, fault)]
