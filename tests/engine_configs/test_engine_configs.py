@@ -118,10 +118,12 @@ def test_a_file_holds_only_values_that_differ_from_a_default_and_gives_a_reason_
         assert written is not None, f"{dotted} has no reason above it"
 
 
+@pytest.mark.parametrize("release", RECORD)
 @pytest.mark.parametrize("key", FILES)
-def test_check_finds_no_fault_on_the_gpus_that_a_file_is_sized_for(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_check_finds_no_fault_with_any_release_on_the_gpus_that_a_file_is_sized_for(
+    key: str, release: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dynamo.trtllm.preflight.faults.release_to_check", lambda: RECORD[release])
     name, path = FILES[key]
     flags = [*arguments(key, model_directory(tmp_path, name)), "--check", "--gpu-memory-gb", str(GPU_GB[str(Path(key).parent)])]
     other = {"prefill": "decode", "decode": "prefill"}.get(path.stem)

@@ -125,3 +125,45 @@ def test_plain_pytest_runs_in_an_environment_with_both_packages(environment: Env
     (project / "test_any.py").write_text("def test_truth():\n    assert True\n")
     printed = environment.run("-m", "pytest", cwd=project)
     assert "1 passed" in printed.splitlines()[-1]
+
+
+SIDECAR = "dynamo.trtllm.sidecar"
+BESIDE_THE_SIDECAR = """
+import importlib.util as u
+import dynamo.trtllm.sidecar as sidecar
+import dynamo.trtllm.config as config
+print(callable(sidecar.main), "dynamo_trtllm_overlay" in config.__file__, u.find_spec("dynamo.trtllm.publisher"))
+"""
+
+
+@pytest.mark.parametrize("editable", [False, True], ids=["wheel", "checkout"])
+def test_the_sidecar_of_ai_dynamo_runs_as_if_it_were_alone(
+    environment: Environment, wheel: Path, editable: bool
+) -> None:
+    alone = environment.run("-m", SIDECAR, "--help")
+    assert "--model-path" in alone
+    environment.install(*(["--no-build-isolation", "--editable", str(ROOT)] if editable else [str(wheel)]))
+    assert environment.run("-m", SIDECAR, "--help") == alone
+
+
+def test_the_sidecar_imported_brings_no_other_module_of_their_package(environment: Environment, wheel: Path) -> None:
+    environment.install(str(wheel))
+    assert environment.run("-c", BESIDE_THE_SIDECAR).split() == ["True", "True", "None"]
+
+
+def test_the_sidecars_own_imports_of_dynamo_trtllm_are_theirs_when_it_runs(environment: Environment, wheel: Path) -> None:
+    theirs = environment.site / "dynamo" / "trtllm"
+    theirs.mkdir(parents=True)
+    (theirs / "__init__.py").touch()
+    (theirs / "only_theirs.py").write_text("WORD = 'theirs'\n")
+    (theirs / "config.py").write_text("WORD = 'and not ours'\n")
+    (theirs / "sidecar.py").write_text(
+        "import sys\n"
+        "from dynamo.trtllm import config, only_theirs\n"
+        "def main():\n"
+        "    print(only_theirs.WORD, config.WORD, *sys.argv[1:])\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+    )
+    environment.install(str(wheel))
+    assert environment.run("-m", SIDECAR, "--port", "1").strip() == "theirs and not ours --port 1"

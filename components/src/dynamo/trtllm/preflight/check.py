@@ -11,6 +11,7 @@ from dynamo.trtllm.preflight.memory import GIGABYTE, estimate, find_gpu_memory
 from dynamo.trtllm.preflight.plan import find_notes, render
 from dynamo.trtllm.preflight.report import engine_report
 from dynamo.trtllm.preflight.shape import find_shape
+from dynamo.trtllm.preflight.versions import untested
 
 EXIT_FAULTS = 1
 
@@ -25,7 +26,7 @@ def run(invocation: Invocation) -> int:
     gpu = find_gpu_memory(check.gpu_memory_gb)
     memory = estimate(shape, config.engine, gpu) if shape is not None else None
     print(render(config, shape, gpu, memory))
-    faults, notes = find_faults(given), [*invocation.notes, *find_notes(config, shape)]
+    faults, notes = find_faults(given), [*invocation.notes, *untested(), *find_notes(config, shape)]
     if memory is not None and not memory.fits and check.gpu_memory_gb is not None:
         needed = f"the weights need {memory.weights_per_gpu / GIGABYTE:.1f} GB on each GPU"
         faults.append(f"{needed}, more than --gpu-memory-gb {check.gpu_memory_gb:g}: use more or larger GPUs")

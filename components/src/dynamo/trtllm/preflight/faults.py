@@ -16,6 +16,7 @@ from typing import Any
 
 from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, ModelFacts, Release, find_model_facts
+from dynamo.trtllm.preflight.engine_rules import find_engine_faults
 from dynamo.trtllm.preflight.files import find_file_faults
 from dynamo.trtllm.preflight.shape import ModelShape, find_shape
 from dynamo.trtllm.utils.kinds import find_wrong, show
@@ -249,4 +250,13 @@ def _unknown(config: WorkerConfig, release: Release, dotted: str, name: str, kno
     return f"TensorRT-LLM {release.version} does not know the engine argument {dotted} ({origin}): {advice}"
 
 
-RULES: tuple[Rule, ...] = (find_file_faults, _modality, _parallel, _kv_transfer, _encoding, _nixl, _engine_arguments)
+RULES: tuple[Rule, ...] = (
+    find_file_faults,
+    _modality,
+    _parallel,
+    _kv_transfer,
+    _encoding,
+    _nixl,
+    _engine_arguments,
+    find_engine_faults,
+)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from dynamo.trtllm.config import MEBIBYTE, EngineKind, Modality, Role, WorkerConfig
-from dynamo.trtllm.preflight.faults import facts_of, longest_prompt, release_to_check
+from dynamo.trtllm.preflight.faults import facts_of, longest_prompt
 from dynamo.trtllm.preflight.memory import GpuMemory, MemoryEstimate, size
 from dynamo.trtllm.preflight.shape import ModelShape
 from dynamo.trtllm.utils.layers import find_value
@@ -127,9 +127,6 @@ def find_notes(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
         yield f"the record of TensorRT-LLM does not list {shape.architecture}, so what it can do with images was not checked"
     if facts is not None and config.role is Role.ENCODE and not facts.encodes_apart and facts.attaches_embeddings:
         yield f"TensorRT-LLM has no separate encoder for {shape.architecture}: this worker serves embedding files only"
-    release = release_to_check()
-    if release is None:
-        yield "the record does not hold the installed release of TensorRT-LLM, which checks its engine arguments when it starts"
     reuse = find_value(args, "kv_cache_config.enable_block_reuse")
     if config.role in (Role.PREFILL, Role.DECODE) and config.model.modality is Modality.MULTIMODAL and reuse is not False:
         yield "kv_cache_config.enable_block_reuse is on: TensorRT-LLM 1.2.1 crashes with images on disaggregated workers then"
