@@ -101,7 +101,7 @@ def test_shared_weights_and_balanced_experts_exclude_each_other(tmp_path: Path) 
     override = "--override-engine-args"
     both = '{"load_format": "GMS", "moe_config": {"load_balancer": {"num_slots": 8}}}'
     assert faults(tmp_path / "both", override, both) == [
-        "load_format GMS (--override-engine-args) cannot be used with moe_config.load_balancer, whose weights are not "
+        "load_format GMS (override) cannot be used with moe_config.load_balancer, whose weights are not "
         "shared: remove one of them"
     ]
     assert faults(tmp_path / "weights", override, '{"load_format": "gms"}') == []

@@ -37,6 +37,7 @@ def llm_arguments(config: EngineConfig, library: Library) -> dict[str, Any]:
     args = _checked(config.args, library)
     args["model"] = config.model_path
     args["skip_tokenizer_init"] = _skip_tokenizer(config, args)
+    _fit_runtime(args, library)
     if config.role in (Role.PREFILL, Role.DECODE):
         _require_transceiver(config.role, args, library)
     if config.role is Role.PREFILL:
@@ -106,7 +107,6 @@ def _require_transceiver(role: Role, args: Mapping[str, Any], library: Library) 
     section = args.get("cache_transceiver_config")
     backend = section.get("backend") if isinstance(section, dict) else getattr(section, "backend", None)
     if isinstance(section, dict) and backend:
-        _require_runtime(section, library)
         _limit_waiting(section, library)
     if not backend:
         raise StartupError(
@@ -115,16 +115,20 @@ def _require_transceiver(role: Role, args: Mapping[str, Any], library: Library) 
         )
 
 
-def _require_runtime(section: Mapping[str, Any], library: Library) -> None:
-    """The Python transceiver moves caches by NIXL only. Which one runs by default is a matter of the release."""
-    field = library.argument_fields.get("cache_transceiver_config")
-    runtime = section.get("transceiver_runtime") or nested_default(field, "transceiver_runtime")
-    backend = str(section["backend"])
-    if runtime == "PYTHON" and backend not in PYTHON_BACKENDS:
+def _fit_runtime(args: Mapping[str, Any], library: Library) -> None:
+    """The Python transceiver moves caches by NIXL only, so another backend means the C++ one where nothing was said."""
+    section, name = args.get("cache_transceiver_config"), "transceiver_runtime"
+    known = nested_fields(library.argument_fields.get("cache_transceiver_config")) or ()
+    backend = section.get("backend") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not backend or name not in known or backend in PYTHON_BACKENDS:
+        return
+    if section.get(name) == "PYTHON":
         raise StartupError(
             f"cache_transceiver_config.backend {backend} needs transceiver_runtime: CPP beside it on TensorRT-LLM "
             f"{library.version}, whose Python transceiver takes NIXL or DEFAULT only; set both alike on prefill and decode"
         )
+    if section.get(name) is None:
+        section[name] = "CPP"
 
 
 def _limit_waiting(section: dict[str, Any], library: Library) -> None:
