@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.trtllm.demo.pictures import draw
-from launch.harness import LAUNCH, ROOT, run_script, script_environment, wait_until
+from dynamo.trtllm.model_files import DEMO_DIRECTORY
+from launch.harness import LAUNCH, ROOT, free_port, run_script, script_environment, wait_until
 
 CAPTION = "a red circle on a blue background."
 DEADLINE_S = 240.0
@@ -31,9 +33,13 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# Each is of use to some roles only, and to none in some topologies.
+FOR_SOME_ROLES = ["--max-seq-len", "4096", "--max-images", "3", "--peer-timeout", "50", "--transfer-ttl", "50"]
+
+
 @pytest.mark.parametrize("topology", ["agg", "disagg", "disagg_e_pd", "epd_disagg"])
-def test_every_topology_gives_the_same_answer_as_the_last_line(topology: str) -> None:
-    done = demo("--topology", topology)
+def test_every_topology_gives_the_same_answer_as_the_last_line_whatever_flags_go_to_all_roles(topology: str) -> None:
+    done = demo("--topology", topology, "--", *FOR_SOME_ROLES)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == f"answer: {CAPTION}"
@@ -62,6 +68,18 @@ def test_a_file_that_is_no_picture_ends_in_one_sentence_and_a_failure(tmp_path: 
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("ask: the frontend answered 400: ")]
     assert "answer: " not in done.stdout
+
+
+def test_a_model_that_the_frontend_cannot_use_ends_the_launch_with_the_frontends_own_reason(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_DIRECTORY, model)
+    (model / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    settings = {"ENGINE": "double", "MODEL_PATH": str(model), "DYN_HTTP_PORT": str(free_port())}
+    done = run_script("agg.sh", DYNAMO_PYTHON=sys.executable, **settings)
+    assert done.returncode == 1
+    start = f"launch: the frontend cannot serve {model}, as it said 4 times: "
+    (reason,) = [line.removeprefix(start) for line in done.stderr.splitlines() if line.startswith(start)]
+    assert "tokenizer" in reason
 
 
 def test_keep_goes_on_serving_and_prints_a_curl_line_that_works(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ ECHO = (
 def cluster() -> Iterator[Cluster]:
     with Cluster(env={"DYN_ENABLE_ANTHROPIC_API": "true"}) as cluster:
         cluster.frontend()
-        cluster.worker("--engine", "transformers", "--modality", "multimodal")
+        cluster.worker("--engine", "transformers", "--modality", "multimodal", "--transfer-ttl", "50")
         cluster.wait_listed()
         yield cluster
 
@@ -58,6 +58,12 @@ def describe(cluster: Cluster, **options: Any) -> Any:
 def anthropic(source: dict[str, str]) -> dict[str, Any]:
     content = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
     return {"model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": content}]}
+
+
+def test_a_worker_says_in_its_log_which_flag_it_ignores(cluster: Cluster) -> None:
+    (worker,) = [process for process in cluster.processes if process.name == "worker"]
+    note = "an aggregated worker without --encode-endpoint has no use for --transfer-ttl, so it is ignored"
+    assert worker.text().count(note) == 1
 
 
 def test_a_picture_is_described_through_each_api(cluster: Cluster) -> None:
