@@ -65,6 +65,16 @@ REFUSALS = [
     ),
     (
         "qwen3-0.6b",
+        ["--pipeline-parallel-size", "29"],
+        "Qwen3ForCausalLM has 28 layers, fewer than pipeline_parallel_size 29 (--pipeline-parallel-size): use at most so many",
+    ),
+    (
+        "qwen3-0.6b",
+        ["--trtllm.speculative_config.max_draft_len", "3"],
+        "speculative_config needs a decoding_type, by which TensorRT-LLM knows its other keys: add it, or remove it all",
+    ),
+    (
+        "qwen3-0.6b",
         [*PORTABLE, "--tensor-parallel-size", "2"],
         "tensor_parallel_size 2 (--tensor-parallel-size) must be 1 for the portable engine: it runs on one device",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -256,6 +257,38 @@ def test_every_shard_of_an_index_must_be_there_and_whole_and_only_those(model: P
     assert faults(model) == [f"{index.name} of the model directory {model} {IS_POINTER}"]
     index.write_text("{}")
     assert faults(model) == [f"{index.name} of the model directory {model} names no weights: download it again"]
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_parts_without_an_index_tell_by_their_names_which_are_missing(suffix: str, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    content = safetensors({}) if suffix == ".safetensors" else b"\x80\x02."
+    (model / f"model-00002-of-00003{suffix}").write_bytes(content)
+    assert faults(model) == [
+        f"the model directory {model} has no model-00001-of-00003{suffix} and 1 more, one of 3 parts: download the complete model"
+    ]
+    for number in (1, 3):
+        (model / f"model-0000{number}-of-00003{suffix}").write_bytes(content)
+    assert faults(model) == []
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "two words", "https://host/model", "org/"])
+def test_a_path_that_can_be_no_model_is_refused(name: str) -> None:
+    assert faults(Path("x"), "--model-path", name) == [
+        f"--model-path {name} is neither a directory on this machine nor a Hugging Face name"
+    ]
+
+
+def test_a_file_is_no_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model)
+    assert faults(Path("model.safetensors")) == ["--model-path model.safetensors is not a directory on this machine"]
+
+
+def test_files_that_never_end_are_not_read(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    os.mkfifo(model / "tokenizer.json")
+    (fault,) = faults(model)
+    assert "tokenizer.json" in fault
 
 
 @pytest.mark.parametrize("role", ROLES)

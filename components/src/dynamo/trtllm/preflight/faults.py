@@ -110,6 +110,9 @@ def _parallel(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     tensor, experts = int(args.get(names[0]) or 1), args.get(names[2])
     if isinstance(experts, int) and tensor % experts:
         yield f"{_said(config, names[2])} does not divide {_said(config, names[0])}: choose one that does"
+    stages = args.get(names[1]) or 1
+    if shape is not None and stages > shape.layers:
+        yield f"{shape.architecture} has {shape.layers} layers, fewer than {_said(config, names[1])}: use at most so many"
     if shape is None or config.role is Role.ENCODE or args.get("enable_attention_dp"):
         return
     usable = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0 and _kv_heads_fit(shape.kv_heads, size)]
@@ -233,6 +236,9 @@ def _engine_arguments(config: WorkerConfig, shape: ModelShape | None) -> Iterato
         for name in value:
             if name not in fields:
                 yield _unknown(config, release, f"{key}.{name}", name, fields)
+    speculative = config.engine.args.get("speculative_config")
+    if isinstance(speculative, Mapping) and not isinstance(speculative.get("decoding_type"), str):
+        yield "speculative_config needs a decoding_type, by which TensorRT-LLM knows its other keys: add it, or remove it all"
     for dotted, accepted in release.choices.items():
         value = find_value(config.engine.args, dotted)
         known = [str(choice).lower() for choice in accepted]

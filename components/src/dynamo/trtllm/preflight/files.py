@@ -6,6 +6,7 @@ use leaves a worker that serves and a model that is never listed, so it is looke
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dynamo.trtllm.preflight.shape import ModelShape, find_model_directory
 from dynamo.trtllm.preflight.whole import find_json_fault, find_weight_faults, read_object
 
 DOWNLOAD = "download the complete model"
+_HUGGING_FACE_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model", "*.tiktoken")
 """What Dynamo's frontend can make token ids with."""
 _TEXT_FILES = (
@@ -33,8 +35,10 @@ def find_file_faults(config: WorkerConfig, shape: ModelShape | None) -> Iterator
     path = config.engine.model_path
     directory = find_model_directory(path)
     if directory is None:
-        if path.startswith(("/", "./", "../", "~")):
+        if path.startswith(("/", "./", "../", "~")) or Path(path).exists():
             yield f"--model-path {path} is not a directory on this machine"
+        elif not _HUGGING_FACE_NAME.fullmatch(path):
+            yield f"--model-path {path} is neither a directory on this machine nor a Hugging Face name"
         return
     if path != DEMO_MODEL and not Path(path).is_dir():
         if shape is None and config.engine.kind is not EngineKind.DOUBLE:
@@ -69,7 +73,7 @@ def _missing_files(
         yield _no_decoder(path)
     elif not unreadable and not isinstance(read_object(directory / "config.json").get("architectures"), list):
         yield f"the config.json of {path} names no architectures, by which engine and frontend know the model: {DOWNLOAD}"
-    if not any(any(directory.glob(pattern)) for pattern in _TOKENIZERS):
+    if not any(found.is_file() for pattern in _TOKENIZERS for found in directory.glob(pattern)):
         yield f"{lacks} tokenizer.json, which Dynamo's frontend makes token ids with: {_without_tokenizer(directory)}"
     elif not unreadable and not _describes_tokenizer(directory / "tokenizer.json"):
         yield f"tokenizer.json of the model directory {path} describes no tokenizer: {DOWNLOAD}"

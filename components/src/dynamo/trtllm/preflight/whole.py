@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import stat
 import zipfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,27 +19,29 @@ MAX_HEADER_BYTES = 100_000_000
 _INDEXES = {"model.safetensors.index.json": "*.safetensors", "pytorch_model.bin.index.json": "*.bin"}
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_SHARD = re.compile(r"(.*-)(\d{2,6})-of-(\d{2,6})(\..*)")
+_MOST_SHARDS = 10_000
 _PICKLE_START, _ZIP_START = b"\x80", b"PK\x03\x04"
 
 
 def find_json_fault(file: Path) -> str | None:
     """What is wrong with a file that should hold a JSON object, as the end of a sentence; None: nothing, or no such file."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    content = _read(file, found.st_mtime_ns, found.st_size)
+    content = _content(file)
     return content if isinstance(content, str) else None
 
 
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where `find_json_fault` would find one, or where there is no file."""
+    content = _content(file)
+    return content if isinstance(content, dict) else {}
+
+
+def _content(file: Path) -> dict[str, Any] | str | None:
     try:
         found = file.stat()
     except OSError:
-        return {}
-    content = _read(file, found.st_mtime_ns, found.st_size)
-    return content if isinstance(content, dict) else {}
+        return None
+    return _read(file, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
 
 
 @lru_cache(maxsize=8)
@@ -83,10 +87,22 @@ def find_weight_faults(directory: Path, whose: str) -> Iterator[str]:
         files = _files(directory)
         if not files:
             yield f"{whose} has no weights ({', '.join(_PATTERNS)}): download the complete model"
+        yield from _missing_shards({file.name for file in files}, whose)
     for file in files:
         fault = find_weight_fault(file)
         if fault is not None:
             yield f"{file.name} of {whose} {fault}"
+
+
+def _missing_shards(names: set[str], whose: str) -> Iterator[str]:
+    """Shards say in their names how many there are: `model-00002-of-00005.safetensors`."""
+    numbered = [match for match in map(_SHARD.fullmatch, sorted(names)) if match is not None]
+    for start, count, end in sorted({(match[1], match[3], match[4]) for match in numbered}):
+        every = (f"{start}{number:0{len(count)}d}-of-{count}{end}" for number in range(1, min(int(count), _MOST_SHARDS) + 1))
+        missing = [name for name in every if name not in names]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            yield f"{whose} has no {missing[0]}{more}, one of {int(count)} parts: download the complete model"
 
 
 def _files(directory: Path) -> list[Path]:
@@ -94,7 +110,7 @@ def _files(directory: Path) -> list[Path]:
         if (directory / name).is_file():
             return [directory / name]
     for pattern in _PATTERNS:
-        found = sorted(directory.glob(pattern))
+        found = sorted(file for file in directory.glob(pattern) if file.is_file())
         if found:
             return [file for file in found if not file.name.startswith("consolidated")] or found
     return []
