@@ -215,16 +215,22 @@ class Run:
             self._finish(output, "stop")
             return
         self._append(output, token)
+        if self.kind == "context_only":
+            self._finish(output, script.context_reason)
+            self._export_state(output)
+        elif self.made + 1 >= self.limit:
+            self._finish(output, "length")
+        else:
+            self._look_for_stop_words(output)
+
+    def _look_for_stop_words(self, output: CompletionOutput) -> None:
+        """Of the reasons to end a request this is the weakest: the end token comes first, then the length
+        (_torch/pyexecutor/sampler.py). So a context's only token is never found to be a stop word."""
         for reason, words in self.stops:
             if words and output.token_ids[-len(words) :] == words:
                 self._trim(output, len(words))
                 self._finish(output, "stop", reason)
                 return
-        if self.kind == "context_only":
-            self._finish(output, "not_finished")
-            self._export_state(output)
-        elif self.made + 1 >= self.limit:
-            self._finish(output, "length")
 
     def _trim(self, output: CompletionOutput, count: int) -> None:
         if self.params.include_stop_str_in_output:

@@ -32,6 +32,9 @@ class Script:
     handling_error: str = "AssertionError"
     """What the library's result handling raises at `handling_fails_at_token`: "AssertionError" or
     "ValueError". The engine lives."""
+    context_reason: str = "length"
+    """`finish_reason` of a context: "length" as the sampler says; result handling knows "not_finished"
+    too."""
     shrink_last: int = 0
     """The last step's ids are this many shorter than what was streamed."""
     transfer_fails: bool = False

@@ -21,7 +21,7 @@ def names(text: str, **defaults: Any) -> dict[str, Any]:
     return {**dict.fromkeys(text.split()), **defaults}
 
 
-# Constructor. 1.2.1: api_stability/references/llm.yaml of 1.2.0rc2 and the stable set. rc29: LLM.html and
+# Constructor. 1.2.1: llm_args.py of its documentation (read by a colleague). rc29: LLM.html and
 # developer-guide/telemetry of its documentation (exact). 1.4: TorchLlmArgs.html of 1.4.0rc4, and what its
 # migration notes removed.
 _COMMON = names(
@@ -31,7 +31,7 @@ _COMMON = names(
     speculative_config lora_config cuda_graph_config torch_compile_config postprocess_tokenizer_dir
     reasoning_parser iter_stats_max_iterations request_stats_max_iterations kv_connector_config
     orchestrator_type checkpoint_loader checkpoint_format moe_cluster_parallel_size cp_config
-    sparse_attention_config batched_logits_processor model_kwargs quant_config nvfp4_gemm_config
+    sparse_attention_config batched_logits_processor nvfp4_gemm_config
     ray_worker_extension_cls env_overrides otlp_traces_endpoint ray_placement_config
     """,
     model=REQUIRED, tokenizer_mode="auto", skip_tokenizer_init=False, trust_remote_code=False,
@@ -52,14 +52,19 @@ _COMMON = names(
     enable_min_latency=False, force_dynamic_quantization=False,
 )  # fmt: skip
 ARGUMENTS_121 = {
-    **_COMMON, **names("build_config decoding_config", sampler_type="auto",
-    fail_fast_on_attention_window_too_large=False),
+    **_COMMON,
+    **names(
+        "decoding_config custom_tokenizer pp_partition max_batch_size max_input_len max_beam_width",
+        sampler_type="auto", fail_fast_on_attention_window_too_large=False, enable_lm_head_tp_in_adp=False,
+        enable_sleep=False, disable_flashinfer_sampling=False, max_stats_len=1000,
+        sampler_force_async_worker=False,
+    ),
 }  # fmt: skip
 ARGUMENTS_RC29 = {
     **_COMMON,
     **names(
         """
-        custom_tokenizer post_processor_hook sleep_config gms_config mx_config perf_metrics_output_dir
+        custom_tokenizer model_kwargs post_processor_hook sleep_config gms_config mx_config perf_metrics_output_dir
         encode_only encoder_max_batch_size encoder_max_num_tokens encoder_cuda_graph_config
         prometheus_metrics_config prefill_cuda_graph_backend prefill_capture_num_tokens reorder_policy_config
         kv_cache_compression_config checkpoint_io_policy dwdp_config mla_skip_correction_threshold
