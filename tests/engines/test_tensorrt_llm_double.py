@@ -180,7 +180,7 @@ def test_what_the_automatic_transceiver_is(tmp_path: Path) -> None:
 def test_models_that_cannot_be_loaded_split(
     release: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """modeling_gemma3vl.py, modeling_mistral.py, all: NotImplementedError in the rank."""
+    """modeling_gemma3vl.py, modeling_mistral.py by the audit: NotImplementedError in the rank."""
     monkeypatch.setenv("TLLM_MULTIMODAL_DISAGGREGATED", "1")
     with library(release, tmp_path) as lib:
         with pytest.raises(RuntimeError) as caught:
@@ -283,7 +283,7 @@ def test_an_engine_that_was_shut_down_refuses(release: str, tmp_path: Path) -> N
 
 
 def test_attention_dp_ranks_have_a_statistics_row_each_since_1_3(tmp_path: Path) -> None:
-    """py_executor.py of 1.3: `attentionDpRank`; 1.2.1 has one row."""
+    """_torch/pyexecutor/py_executor.py of 1.3 by the audit and Dynamo's publisher; inferred for 1.2.1."""
 
     async def rows(engine: Any, lib: Any) -> list[dict[str, Any]]:
         place = lib.part("scheduling_params").SchedulingParams(attention_dp_rank=1)
@@ -299,7 +299,7 @@ def test_attention_dp_ranks_have_a_statistics_row_each_since_1_3(tmp_path: Path)
 
 
 def test_stored_blocks_carry_the_cache_salt_since_1_3(tmp_path: Path) -> None:
-    """_utils.py of 1.3 (`KVCacheEventSerializer`): `cache_salt`; 1.2.1's serializer has no such field."""
+    """_utils.py of 1.3 by the audit and Dynamo's publisher; that 1.2.1 has no such field is inferred."""
 
     async def stored(engine: Any) -> list[dict[str, Any]]:
         await engine.generate_async(list(range(300, 364)), cache_salt="s")

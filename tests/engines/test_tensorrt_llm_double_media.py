@@ -334,8 +334,8 @@ def test_generate_of_the_encoder_raises_after_others_made_handles(tmp_path: Path
 
 
 def test_an_encode_request_yields_one_handle_in_1_2(tmp_path: Path) -> None:
-    """executor/result.py of 1.2.1: one concatenated tensor in a list of one beside a hash for each picture, so
-    two pictures in a request are an AssertionError; rc29 has a handle for each."""
+    """executor/result.py of 1.2.1: one concatenated tensor in a list of one beside a hash for each picture,
+    so two pictures in a request are an AssertionError; rc29 has a handle for each."""
     both = about(picture(), picture(shade=3))
     with library("1.2.1", tmp_path) as lib, pytest.raises(AssertionError):
         lib.encode(lib.encoder(), both)
