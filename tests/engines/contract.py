@@ -90,10 +90,12 @@ async def split(engine: Engine, each: EngineRequest) -> Output:
     prefilled = await engine.prefill(each)
     output = Output()
     add(output, prefilled.first)
-    if prefilled.state is None:
-        assert output.finish is not None
-        return output
     follow = EngineRequest(request_id=each.request_id, prompt=Prompt(prefilled.prompt_token_ids), sampling=each.sampling)
+    if output.finish is not None:
+        if prefilled.state is not None:
+            engine.abandon(follow, prefilled.state)
+        return output
+    assert prefilled.state is not None
     async with aclosing(engine.decode(follow, prefilled.first, prefilled.state)) as steps:
         async for step in steps:
             add(output, step)

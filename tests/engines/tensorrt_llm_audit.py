@@ -98,6 +98,9 @@ async def over_json(engine: Any, asked: EngineRequest) -> Output:
         return output
     state = EngineState(json.loads(json.dumps(prefilled.state.meta)), prefilled.state.tensors)
     follow = replace(asked, prompt=Prompt(prefilled.prompt_token_ids))
+    if output.finish is not None:
+        engine.abandon(follow, state)
+        return output
     async with aclosing(engine.decode(follow, prefilled.first, state)) as steps:
         async for step in steps:
             add(output, step)
@@ -369,18 +372,50 @@ async def nothing_stays_held(place: Place) -> None:
         await until(lambda: not instances()[-1].active)
 
 
-async def what_prefill_finishes_is_free(place: Place) -> None:
-    """A request that ends at its first token, or has room for one only, holds nothing."""
-    async with place.both(max_seq_len=13) as (engine, _):
-        token = (await generate(engine, ask(max_tokens=1, ignore_eos=True))).token_ids[0]
-        for options in (
-            {"max_tokens": 1}, {"max_tokens": None}, {"stop_token_ids": frozenset({token})},
-            {"eos_token_ids": frozenset({token})},
-        ):  # fmt: skip
-            prefilled = await engine.prefill(ask(**options))
-            assert prefilled.state is None
-            assert prefilled.first.finish in ("length", "stop", "eos")
-            assert held_contexts() == []
+async def first_tokens_that_end(place: Place) -> None:
+    """A first token that ends the request ends it in both topologies alike, and then nothing is held."""
+    async with handlers(place) as (prefill, decode):
+        free = raw_request(300, 301, 302, stop={"ignore_eos": True, "max_tokens": 9})
+        reply = (await collect(answered(prefill, free)))[0]
+        (token,) = reply["token_ids"]
+        await collect(answered(decode, {**free, "prefill_result": {"disaggregated_params": reply["disaggregated_params"]}}))
+        for changed in (
+            {"stop_conditions": {"ignore_eos": True, "max_tokens": 9, "stop_token_ids": [token]}},
+            {"stop_conditions": {"max_tokens": 9}, "eos_token_ids": [token]},
+            {"stop_conditions": {"max_tokens": 9}, "eos_token_ids": [2, token]},
+            {"stop_conditions": {"max_tokens": 1}, "eos_token_ids": [2, token]},
+        ):
+            raw = {**free, **changed}
+            reply = (await collect(answered(prefill, raw)))[0]
+            chunk = reply
+            if reply["finish_reason"] == "length":
+                handed = {"disaggregated_params": json.loads(json.dumps(reply["disaggregated_params"]))}
+                (chunk,) = await collect(answered(decode, {**raw, "prefill_result": handed}))
+            ends = "stop" if "ignore_eos" in changed["stop_conditions"] else "eos"
+            assert (chunk["finish_reason"], list(chunk["token_ids"])) == (ends, [])
+            await until(lambda: not held_contexts())
+        async with place.both(max_seq_len=13) as (engine, _):
+            for options in ({"max_tokens": 1}, {"max_tokens": None}):
+                prefilled = await engine.prefill(ask(**options))
+                assert (prefilled.state, prefilled.first.finish) == (None, "length")
+                assert held_contexts() == []
+
+
+async def a_stop_token_at_the_limit(place: Place) -> None:
+    """A token that ends the request ends it also where it is the last that was allowed."""
+    async with place.both() as (engine, _):
+        free = (await generate(engine, ask(max_tokens=6, ignore_eos=True))).token_ids
+        for at in (0, 3, 5):
+            token = free[at]
+            for options, finish in (
+                ({"stop_token_ids": frozenset({token}), "ignore_eos": True}, "stop"),
+                ({"eos_token_ids": frozenset({2, token})}, "eos"),
+            ):
+                asked = ask(max_tokens=free.index(token) + 1, **options)
+                output = await generate(engine, asked)
+                assert (output.finish, output.token_ids) == (finish, free[: free.index(token)])
+                assert output.usage is not None
+                assert output.usage.completion_tokens == free.index(token)
 
 
 # 11

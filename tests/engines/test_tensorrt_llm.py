@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.config import Modality, Role
-from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Sampling, Step
+from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Prompt, Sampling, Step
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
 from engines.contract import as_step, generate, split, steps_of
@@ -24,6 +24,7 @@ from engines.tensorrt_llm_subject import (
     ask,
     engine_config,
     forget,
+    held_contexts,
     installed,
     instances,
     model_directory,
@@ -521,15 +522,19 @@ async def test_a_failed_transfer_fails_the_request_and_not_the_engine(release: s
 
 
 @pytest.mark.asyncio
-async def test_a_request_that_its_first_token_ends_leaves_no_state(release: str, model: Path) -> None:
+async def test_a_request_that_its_first_token_ends_leaves_a_state_only_where_the_engine_holds_one(
+    release: str, model: Path
+) -> None:
     async with started(engine_config(model, args=BOTH_HALVES)) as (engine, _):
         token = (await engine.prefill(ask(max_tokens=9))).first.token_ids[0]
         by_length = await engine.prefill(ask(max_tokens=1))
         by_stop = await engine.prefill(ask(max_tokens=9, stop_token_ids=frozenset({token})))
         by_eos = await engine.prefill(ask(max_tokens=9, eos_token_ids=frozenset({token})))
-        assert (list(by_length.first.token_ids), by_length.first.finish, by_length.state) == ([token], "length", None)
-        assert (list(by_stop.first.token_ids), by_stop.first.finish, by_stop.state) == ([], "stop", None)
-        assert (list(by_eos.first.token_ids), by_eos.first.finish, by_eos.state) == ([], "eos", None)
+        ends = [(list(each.first.token_ids), each.first.finish) for each in (by_length, by_stop, by_eos)]
+        assert ends == [([token], "length"), ([], "stop"), ([], "eos")]
+        assert [each.state is None for each in (by_length, by_stop, by_eos)] == [True, False, True]
+        engine.abandon(replace(ask(), prompt=Prompt(by_stop.prompt_token_ids)), by_stop.state)
+        await until(lambda: len(held_contexts()) == 1)  # the first request's, which nobody decodes here
 
 
 @pytest.mark.asyncio

@@ -61,8 +61,12 @@ async def test_row_10_a_contexts_blocks_are_held_until_decode_fetched_them(place
     await audit.nothing_stays_held(place)
 
 
-async def test_row_10_a_context_that_ends_by_itself_is_not_held(place: Place) -> None:
-    await audit.what_prefill_finishes_is_free(place)
+async def test_row_10_a_context_whose_first_token_is_a_stop_word_is_held_as_well(place: Place) -> None:
+    await audit.first_tokens_that_end(place)
+
+
+async def test_row_9_the_length_wins_over_stop_words(place: Place) -> None:
+    await audit.a_stop_token_at_the_limit(place)
 
 
 async def test_row_11_a_dead_engine_leaves_its_requests_waiting(place: Place) -> None:

@@ -378,6 +378,16 @@ def unsalted(original: Any) -> Any:
     return take
 
 
+def without_state(original: Any) -> Any:
+    """A finished request has no state, whatever the engine still holds."""
+
+    async def prefill(self: Any, request: Any) -> Any:
+        prefilled = await original(self, request)
+        return replace(prefilled, state=None) if prefilled.first.finish is not None else prefilled
+
+    return prefill
+
+
 def forgotten(self: Any, request: Any, state: EngineState) -> None:
     state.release()
 
@@ -475,6 +485,13 @@ ROWS: dict[str, Mutation] = {
     ),
     "9: ignore_eos is passed on": Mutation(
         changed_params(ignore_the_end), audit.stop_tokens_under_ignore_eos
+    ),
+    "9: the length wins over a stop token": Mutation(
+        replaced(sampling, "end_at", lambda *_: None), audit.a_stop_token_at_the_limit
+    ),
+    "10: prefill lets go of what its engine holds": Mutation(
+        lambda patch: patch.setattr(TensorRTLLMEngine, "prefill", without_state(TensorRTLLMEngine.prefill)),
+        audit.first_tokens_that_end,
     ),
     "10: decode answers without its engine": Mutation(
         replaced(TensorRTLLMEngine, "holds_until_decoded", False), audit.nothing_stays_held

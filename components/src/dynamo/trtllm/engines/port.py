@@ -213,7 +213,8 @@ class EngineState:
 class Prefilled:
     """A finished context stage. `first` holds the first token; its `finish` is set when that token ended the request.
 
-    `prompt_token_ids` are the expanded ids, `state` is None when the request is finished.
+    `prompt_token_ids` are the expanded ids. `state` is None when the request is finished, unless the engine still holds it
+    (`Engine.holds_until_decoded`) and decode has to abandon it.
     """
 
     first: Step

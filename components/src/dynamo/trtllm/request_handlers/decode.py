@@ -96,7 +96,7 @@ class DecodeHandler(HandlerBase):
 
     async def _give_up(self, handoff: Handoff, request: Request, context: Context) -> None:
         """The answer is complete without decode: let go of what prefill holds for it."""
-        if self._engine.holds_until_decoded and handoff.finish is None:
+        if self._engine.holds_until_decoded and handoff.meta:
             reading = asyncio.create_task(self._read(handoff), name="kv-read")
             self._in_background(self._abandon(reading, handoff, request, context))
         else:

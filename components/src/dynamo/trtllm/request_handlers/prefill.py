@@ -76,7 +76,9 @@ def _for_context_stage(request: Request) -> Request:
 
 
 def _reply(engine: str, prefilled: Prefilled, offers: list[Offer], seed: int | None) -> Chunk:
-    """The one reply. "length" makes the frontend call decode; at any other finish reason it answers from this chunk."""
+    """The one reply. "length" makes the frontend call decode, which lets go of what this engine holds; at any other finish
+    reason the frontend answers from this chunk.
+    """
     first = prefilled.first
     handoff = Handoff(
         engine=engine,
@@ -91,6 +93,7 @@ def _reply(engine: str, prefilled: Prefilled, offers: list[Offer], seed: int | N
         transfer=offers[0].descriptor if offers else None,
     )
     usage = first.usage if first.usage is not None and first.finish is not None else handoff.usage()
-    chunk = to_chunk(Step(first.token_ids, first.logprobs, first.finish or "length", first.stop_reason, usage))
+    finish = first.finish if prefilled.state is None and first.finish is not None else "length"
+    chunk = to_chunk(Step(first.token_ids, first.logprobs, finish, first.stop_reason, usage))
     chunk["disaggregated_params"] = handoff.model_dump(mode="json")
     return chunk

@@ -290,7 +290,7 @@ class TensorRTLLMEngine(Engine):
         prompt_ids = tuple(result.prompt_token_ids)
         cached = results.cached_tokens(result)
         first = results.first_step(request, output, token_ids, len(prompt_ids), room, params)
-        if first.finish is not None:
+        if submitted.disaggregated is None or output.finish_reason == "stop":
             return Prefilled(first, prompt_ids, None, cached)
         positions: tuple[torch.Tensor, ...] = ()
         placed = self._model.facts.mrope and bool(request.prompt.media)

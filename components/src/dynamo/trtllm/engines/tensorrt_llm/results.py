@@ -81,11 +81,13 @@ class Reader:
 
     def _last(self, output: Any, sent: int) -> Step:
         """The final step. The ids may have shrunk below what was sent; the token that ended the answer is
-        not passed on."""
-        finish, stop_reason = sampling.finish_of(
-            output.finish_reason, output.stop_reason, self._request.sampling
-        )
-        new = _without_end(self._request, output, output.token_ids[sent:], finish)
+        not passed on. Where that is the last one allowed, the library reports the length and leaves it in."""
+        ids, options = output.token_ids, self._request.sampling
+        last = len(ids) - 1
+        if output.finish_reason == "length" and last >= sent and sampling.end_at(ids[last], last, options):
+            return self._stopped(output, sent, last)
+        finish, stop_reason = sampling.finish_of(output.finish_reason, output.stop_reason, options)
+        new = _without_end(self._request, output, ids[sent:], finish)
         return Step(new, self._logprobs(output, new, sent), finish, stop_reason, self._usage(sent + len(new)))
 
     def _logprobs(self, output: Any, new: list[int], sent: int) -> tuple[StepLogprobs, ...] | None:
@@ -114,11 +116,9 @@ def first_step(
         return Step((), None, finish, stop_reason, Usage(prompt_tokens, 0))
     if not token_ids:
         raise EngineFault("the engine returned no first token")
-    token = token_ids[0]
-    if options.min_tokens < 1 and token in options.stop_token_ids:
-        return Step((), None, "stop", token, Usage(prompt_tokens, 0))
-    if options.min_tokens < 1 and not options.ignore_eos and token in options.eos_token_ids:
-        return Step((), None, "eos", None, Usage(prompt_tokens, 0))
+    ended = sampling.end_at(token_ids[0], 0, options)
+    if ended is not None:
+        return Step((), None, *ended, Usage(prompt_tokens, 0))
     rows = None
     if options.logprobs is not None:
         rows = sampling.step_logprobs(

@@ -86,6 +86,15 @@ def find_stop(token_ids: Sequence[int], start: int, stops: frozenset[int], min_t
     return next((i for i in range(max(start, min_tokens), len(token_ids)) if token_ids[i] in stops), None)
 
 
+def end_at(token_id: int, index: int, sampling: Sampling) -> tuple[FinishReason, int | None] | None:
+    """How a token at `index` of the output ends the request, if it does: the library itself lets the length win."""
+    if index < sampling.min_tokens:
+        return None
+    if token_id in sampling.stop_token_ids:
+        return "stop", token_id
+    return ("eos", None) if token_id in sampling.eos_token_ids and not sampling.ignore_eos else None
+
+
 def _guided(library: Library, guided: GuidedDecoding) -> Any:
     if guided.choice is not None:
         return library.guided_decoding_params(regex="(" + "|".join(re.escape(c) for c in guided.choice) + ")")
