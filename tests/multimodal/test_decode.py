@@ -172,7 +172,7 @@ class TestColourModels:
 class TestOrientation:
     """EXIF orientation brings pictures upright; the header tells the upright size."""
 
-    @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WebP", "TIFF"])
+    @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WebP", "TIFF", "AVIF"])
     @pytest.mark.parametrize(
         ("orientation", "size", "red_at"),
         [

@@ -107,10 +107,16 @@ async def test_many_at_once_do_not_mix() -> None:
     [
         (b"", "the image is empty", ClientFault),
         (encoded(Image.effect_noise((64, 64), 80), "PNG")[:-200], BROKEN, ClientFault),
-        (encoded(Image.new("1", (9000, 9000)), "PNG"), "9000 x 9000 pixels exceed this worker's limit", LimitFault),
+        (
+            encoded(Image.new("1", (9000, 9000)), "PNG"),
+            "9000 x 9000 pixels exceed this worker's limit",
+            LimitFault,
+        ),
     ],
 )
-async def test_refusals_come_back_in_the_same_words(data: bytes, words: str, fault: type[ClientFault]) -> None:
+async def test_refusals_come_back_in_the_same_words(
+    data: bytes, words: str, fault: type[ClientFault]
+) -> None:
     with pytest.raises(fault) as caught:
         await decode_apart(data, SMALL, CONFIG)
     assert type(caught.value) is fault
@@ -183,9 +189,7 @@ async def test_a_client_that_leaves_ends_the_decoding_of_its_picture(tmp_path: P
 @pytest.mark.asyncio
 async def test_too_long_a_picture_is_named_by_its_part(tmp_path: Path) -> None:
     engine = GatedEngine()
-    loader = await loader_over(
-        engine, allowed_local_path=tmp_path, local_images=True, decode_timeout_s=0.01
-    )
+    loader = await loader_over(engine, allowed_local_path=tmp_path, local_images=True, decode_timeout_s=0.01)
     path = tmp_path / "slow.jpg"
     path.write_bytes(slow_jpeg(90))
     with pytest.raises(PartFault, match="image 2: decoding the image takes longer than this worker's limit"):

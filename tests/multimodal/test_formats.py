@@ -290,8 +290,9 @@ class TestTiff:
                 "the compression 50000 of this TIFF is not accepted; use LZW, deflate or none",
             ),
             ({259: (6,)}, "the compression 6 of this TIFF is not accepted; use LZW, deflate or none"),
-            ({258: (32,)}, "a TIFF's samples must be whole numbers of at most 16 bits"),
-            ({339: (3,)}, "a TIFF's samples must be whole numbers of at most 16 bits"),
+            ({258: (12,)}, "a TIFF's samples must be whole numbers of 1, 2, 4, 8 or 16 bits"),
+            ({258: (32,)}, "a TIFF's samples must be whole numbers of 1, 2, 4, 8 or 16 bits"),
+            ({339: (3,)}, "a TIFF's samples must be whole numbers of 1, 2, 4, 8 or 16 bits"),
             ({262: (32_803,)}, "this kind of TIFF is not read; save it as grey, RGB or CMYK, or as PNG"),
             (
                 {256: (100_000,), 257: (100_000,)},

@@ -206,20 +206,24 @@ class _Job:
             self._release()
             late = not isinstance(error, _Ended)
             raise self._fault_of(_replace_decoder(), late) from error
-        self._release()
+        killed = self._release()
         try:
             return _picture(answer, descriptors)
         finally:
-            if answer.get("last"):
+            if killed or answer["last"]:
                 _replace_decoder()
 
-    def _release(self) -> None:
+    def _release(self) -> bool:
+        """From here on `abandon` leaves the process alone; True when it has ended it already."""
         with self._lock:
             self._decoder = None
+            return self._abandoned
 
     def _fault_of(self, status: int, late: bool) -> Exception:
         if late or status == -signal.SIGPROF:
-            return LimitFault(f"decoding the image takes longer than this worker's limit of {self._limit_s:g} s")
+            return LimitFault(
+                f"decoding the image takes longer than this worker's limit of {self._limit_s:g} s"
+            )
         if -status in _CRASHES:
             return ClientFault(BROKEN)
         if status == -signal.SIGKILL and not self._abandoned:

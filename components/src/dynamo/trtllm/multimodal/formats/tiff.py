@@ -59,7 +59,7 @@ _JPEG = 7
 _COMPRESSIONS = frozenset({1, 2, 3, 4, 5, _JPEG, 8, 32773, 32946})
 """None, fax (three kinds), LZW, JPEG, deflate, PackBits, and deflate by its old number."""
 _UNSIGNED = 1
-_MAX_BITS = 16
+_BIT_DEPTHS = frozenset({1, 2, 4, 8, 16})
 _SPARE_BYTES = 1 << 20
 _SPARE_PIXELS = 4 << 20
 
@@ -95,8 +95,8 @@ def scan(data: bytes) -> Scan:
         raise ClientFault(
             f"the compression {page.one(_COMPRESSION)} of this TIFF is not accepted; use LZW, deflate or none"
         )
-    if max(bits) > _MAX_BITS or set(page.numbers.get(_SAMPLE_FORMAT, (_UNSIGNED,))) != {_UNSIGNED}:
-        raise ClientFault("a TIFF's samples must be whole numbers of at most 16 bits")
+    if not set(bits) <= _BIT_DEPTHS or set(page.numbers.get(_SAMPLE_FORMAT, (_UNSIGNED,))) != {_UNSIGNED}:
+        raise ClientFault("a TIFF's samples must be whole numbers of 1, 2, 4, 8 or 16 bits")
     profile = page.strings.get(_PROFILE)
     return Scan(
         width,
