@@ -46,7 +46,9 @@ def slow_picture() -> bytes:
 
 
 def slow_jpeg(number: int) -> bytes:
-    """A picture that is large and, by its passes, takes a second or more of a processor; each number is another one."""
+    """A picture that is large and, by its passes, takes a second or more of a processor; each number is
+    another one.
+    """
     data = slow_picture()
     return data[:2] + b"\xff\xfe\0\3" + bytes([number]) + data[2:]
 

@@ -1,7 +1,9 @@
-"""Which addresses a client's URL may lead to: Dynamo's list, and what passes it although it reaches the same places.
+"""Which addresses a client's URL may lead to: Dynamo's list, and what passes it although it reaches the same
+places.
 
-Dynamo's list (`is_blocked_ip`) holds private, loopback, link-local and reserved ranges. IPv6 forms that carry an
-IPv4 address inside (NAT64, 6to4) are judged by it; ranges that are not global, Teredo and the like are refused altogether.
+Dynamo's list (`is_blocked_ip`) holds private, loopback, link-local and reserved ranges. IPv6 forms that carry
+an IPv4 address inside (NAT64, 6to4) are judged by it; ranges that are not global, Teredo and the like are
+refused altogether.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def is_blocked(text: str) -> bool:
     if isinstance(address, IPv4Address):
         return False
     inner = _embedded_ipv4(address)
-    return any(address in network for network in _REFUSED_NETWORKS) or (inner is not None and is_blocked(str(inner)))
+    return any(address in network for network in _REFUSED_NETWORKS) or (
+        inner is not None and is_blocked(str(inner))
+    )
 
 
 def _embedded_ipv4(address: IPv6Address) -> IPv4Address | None:
@@ -69,15 +73,19 @@ def is_address(text: str) -> bool:
 
 
 def is_internal_name(host: str) -> bool:
-    """True for names that mean this machine or a cloud's metadata service, whatever a name server says about them."""
+    """True for names that mean this machine or a cloud's metadata service, whatever a name server says about
+    them.
+    """
     return host in _INTERNAL_NAMES or host.endswith(_INTERNAL_ENDINGS)
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolves names, also for the connections themselves, so an answer that changes after an earlier check gains nothing.
+    """Resolves names, also for the connections themselves, so an answer that changes after an earlier check
+    gains nothing.
 
-    One blocked address among the answers refuses the name (Dynamo's own resolver would go on with the others). The operator's own
-    egress proxies may have any address; whether they are used at all is decided by Dynamo's client.
+    One blocked address among the answers refuses the name (Dynamo's own resolver would go on with the
+    others). The operator's own egress proxies may have any address; whether they are used at all is decided
+    by Dynamo's client.
     """
 
     def __init__(self, *, allow_internal: bool) -> None:
@@ -105,5 +113,10 @@ def _result(host: str, answer: AddressInfo) -> ResolveResult:
     scope = f"%{address[3]}" if family == socket.AF_INET6 and address[3] else ""
     numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     return ResolveResult(
-        hostname=host, host=f"{address[0].partition('%')[0]}{scope}", port=address[1], family=family, proto=proto, flags=numeric
+        hostname=host,
+        host=f"{address[0].partition('%')[0]}{scope}",
+        port=address[1],
+        family=family,
+        proto=proto,
+        flags=numeric,
     )

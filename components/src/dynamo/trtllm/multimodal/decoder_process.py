@@ -1,10 +1,10 @@
 """The process in which pictures are decoded: it can be ended at any moment, and its memory ends with it.
 
-`decoders` starts it as `python -m dynamo.trtllm.multimodal.decoder_process FD`, where FD is its end of a socket
-pair of messages. A job is a message with a file descriptor of the picture's bytes; the answer is a message and,
-for a picture, a descriptor of its pixels. Both are anonymous memory (`memfd_create`), so nothing is copied
-through the socket. The process ends when its socket does, when a job takes more processor time than it may, and
-of its own accord when it has served long enough or has grown.
+`decoders` starts it as `python -m dynamo.trtllm.multimodal.decoder_process FD`, where FD is its end of a
+socket pair of messages. A job is a message with a file descriptor of the picture's bytes; the answer is a
+message and, for a picture, a descriptor of its pixels. Both are anonymous memory (`memfd_create`), so nothing
+is copied through the socket. The process ends when its socket does, when a job takes more processor time than
+it may, and of its own accord when it has served long enough or has grown.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from dynamo.trtllm.multimodal.decode import decode
 
 MESSAGE_BYTES = 1 << 16
 KEPT_PIXEL_BYTES = 64 << 20
-"""Memory for pixels that is kept for the next picture, since fresh memory costs more than what is written to it."""
+"""Memory for pixels that is kept for the next picture, since fresh memory costs more than what is written to
+it.
+"""
 MAX_PICTURES = 1000
 """Pictures that one process decodes before another takes its place."""
 MAX_GROWTH_BYTES = 64 << 20
-"""So much more memory than at the start may stay after a picture; a process with more gives way to another."""
+"""So much more memory than at the start may stay after a picture; a process with more gives way to another.
+"""
 _KILLED_FIRST = "500"
 """When the machine runs out of memory, this process goes before the worker (`proc(5)`, `oom_score_adj`)."""
 
@@ -58,7 +61,9 @@ def main() -> None:
 
 
 class Outlet:
-    """Anonymous memory that takes one picture after the other. Its reader is done before the next job is sent."""
+    """Anonymous memory that takes one picture after the other. Its reader is done before the next job is
+    sent.
+    """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("pixels", os.MFD_CLOEXEC)
@@ -71,7 +76,7 @@ class Outlet:
         self._file.close()
 
     def put(self, image: Image.Image) -> int:
-        """Write the pixels, three bytes each, and give where they start: Pillow writes PPM faster than bytes."""
+        """Write the pixels, three bytes each, and give where they start. PPM is what Pillow writes fastest."""
         if os.fstat(self.descriptor).st_size > KEPT_PIXEL_BYTES:
             self._file.truncate(0)
         self._file.seek(0)

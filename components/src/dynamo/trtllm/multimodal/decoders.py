@@ -1,5 +1,5 @@
-"""Decoding pictures in processes of their own, so that a picture that takes too long, or whose client has left,
-is ended for good and takes nothing from the others.
+"""Decoding pictures in processes of their own, so that a picture that takes too long, or whose client has
+left, is ended for good and takes nothing from the others.
 
 Each decoder is a process behind one thread, which waits for it; the thread starts another in advance when its
 own has ended. Large pictures have decoders of their own, so however many of them are under way, a small one
@@ -58,12 +58,16 @@ async def decode_apart(data: bytes, header: ImageHeader, config: MediaConfig) ->
 
 
 def stats() -> Mapping[str, float]:
-    """Gauges `decoding_small` and `decoding_large`: pictures under way, those that wait for a decoder not counted."""
+    """Gauges `decoding_small` and `decoding_large`: pictures under way, those that wait for a decoder not
+    counted.
+    """
     return {f"decoding_{name}": count for name, count in _under_way.items()}
 
 
 def start_decoder() -> None:
-    """Start the first decoder of small pictures, so that the first picture need not wait for it. Returns at once."""
+    """Start the first decoder of small pictures, so that the first picture need not wait for it. Returns at
+    once.
+    """
     _lane("small").submit(_own_decoder)
 
 
@@ -118,7 +122,9 @@ class _Decoder:
         self._process.kill()
 
     def end(self) -> int:
-        """Kill the process if it still runs, and give what it ended with: a negative signal, or its exit code."""
+        """Kill the process if it still runs, and give what it ended with: a negative signal, or its exit
+        code.
+        """
         self._connection.close()
         self._process.kill()
         return self._process.wait()
@@ -162,7 +168,7 @@ def _own_decoder() -> _Decoder:
 
 
 def _replace_decoder() -> int:
-    """End the calling thread's decoder and start the next one in advance; gives what the old one ended with."""
+    """End the calling thread's decoder, start the next one in advance, and give what the old one ended with."""
     status: int = _threads.decoder.end()
     _threads.decoder = None
     with suppress(WorkerError):

@@ -1,8 +1,9 @@
-"""One GET of one client-chosen URL over Dynamo's HTTP client, with redirects followed here so that every hop is checked.
+"""One GET of one client-chosen URL over Dynamo's HTTP client, with redirects followed here so that every hop
+is checked.
 
-Dynamo's client brings timeouts, the byte cap while reading, connection reuse and the rule about egress proxies;
-`addresses` decides about names and addresses, `url_text` keeps a URL's bytes. Failures leave this module as `FetchError`, in
-our words.
+Dynamo's client brings timeouts, the byte cap while reading, connection reuse and the rule about egress
+proxies; `addresses` decides about names and addresses, `url_text` keeps a URL's bytes. Failures leave this
+module as `FetchError`, in our words.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from yarl import URL
 
 from dynamo.trtllm import PROJECT_URL, __version__
 from dynamo.trtllm.errors import WorkerError
-from dynamo.trtllm.multimodal.addresses import BlockedAddress, CheckedResolver, is_address, is_blocked, is_internal_name
+from dynamo.trtllm.multimodal.addresses import (
+    BlockedAddress,
+    CheckedResolver,
+    is_address,
+    is_blocked,
+    is_internal_name,
+)
 from dynamo.trtllm.multimodal.content_encoding import Body, FetchError, inflate, larger_than
 from dynamo.trtllm.multimodal.names import NameTimeout
 from dynamo.trtllm.multimodal.url_text import NotWebUrl, parse_url
@@ -42,7 +49,9 @@ _READ_BYTES = 1 << 16
 
 
 class MediaHttpClient(AiohttpClient):
-    """Dynamo's client with our resolver and without shared cookies. One per `Fetcher`; use `get`, then `close`."""
+    """Dynamo's client with our resolver and without shared cookies. One per `Fetcher`; use `get`, then
+    `close`.
+    """
 
     def __init__(self, *, allow_internal: bool) -> None:
         super().__init__()
@@ -63,7 +72,9 @@ class MediaHttpClient(AiohttpClient):
         raise FetchError(f"the image host redirects more than {MAX_REDIRECTS} times")
 
     async def _check(self, text: str, base: URL | None = None) -> URL:
-        """What `text` leads to, with a host that the policy allows. The same `URL` is then asked for, so none is read twice."""
+        """What `text` leads to, with a host that the policy allows. The same `URL` is then asked for, so none
+        is read twice.
+        """
         try:
             target = parse_url(text, base)
         except NotWebUrl as error:
@@ -86,19 +97,26 @@ class MediaHttpClient(AiohttpClient):
         return target
 
     async def _hop(self, url: URL, timeout_s: float, max_bytes: int) -> tuple[Body | None, str]:
-        """One request without redirects: the body, or where it leads. aiohttp itself tries a lost connection once more."""
+        """One request without redirects: the body, or where it leads. aiohttp itself tries a lost connection
+        once more.
+        """
         if not self._allow_internal:
             await self._require_proxy_trust(url)
         session = await self._get_session(self._allow_internal)
         try:
-            async with session.get(url, timeout=self._effective_timeout(timeout_s), allow_redirects=False) as response:
+            async with session.get(
+                url, timeout=self._effective_timeout(timeout_s), allow_redirects=False
+            ) as response:
                 location = response.headers.get("Location", "")
                 if response.status in _REDIRECTS and location:
                     return None, location
                 if response.status >= 400:
                     raise FetchError(f"the image host answered {response.status}")
                 chunks = response.content.iter_chunked(_READ_BYTES)
-                return Body(await collect_capped(chunks, "", max_bytes), response.headers.getall("Content-Encoding", [])), ""
+                return Body(
+                    await collect_capped(chunks, "", max_bytes),
+                    response.headers.getall("Content-Encoding", []),
+                ), ""
         except asyncio.TimeoutError as error:
             raise FetchError(TIMED_OUT) from error
         except aiohttp.ClientError as error:
@@ -111,13 +129,19 @@ class MediaHttpClient(AiohttpClient):
             await self._require_trusted_egress_proxy(str(url))
         except HttpConfigurationError as error:
             logger.error("images cannot be fetched: %s applies to them and is not trusted", "an egress proxy")
-            raise WorkerError("this worker cannot fetch images: its egress proxy is not marked as trusted") from error
+            raise WorkerError(
+                "this worker cannot fetch images: its egress proxy is not marked as trusted"
+            ) from error
 
     def _build_session(self, allow_private_ips: bool) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
-            limit=0, resolver=self._names, keepalive_timeout=self._config.keepalive_timeout, use_dns_cache=False
+            limit=0,
+            resolver=self._names,
+            keepalive_timeout=self._config.keepalive_timeout,
+            use_dns_cache=False,
         )
-        # Cookies of one request's host must not travel with another's; what is compressed is inflated here, within the limit.
+        # Cookies of one request's host must not travel with another's; what is compressed is inflated here,
+        # within the limit.
         return aiohttp.ClientSession(
             connector=connector,
             trust_env=True,
@@ -148,7 +172,9 @@ def _connection_fault(cause: aiohttp.ClientError) -> FetchError:
         return FetchError("no TLS connection to the image host could be made")
     if isinstance(cause, aiohttp.ClientConnectorError):
         refused = isinstance(cause.os_error, ConnectionRefusedError)
-        return FetchError("the image host refused the connection" if refused else "the image host cannot be reached")
+        return FetchError(
+            "the image host refused the connection" if refused else "the image host cannot be reached"
+        )
     if isinstance(cause, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)):
         return FetchError("the image host closed the connection without an answer")
     if isinstance(cause, aiohttp.InvalidURL):
