@@ -95,6 +95,15 @@ def in_tiff(*entries: tuple[int, int, int, int]) -> bytes:
 
 
 MANY = b"x" * 1_100_000
+def in_avif(exif: bytes) -> bytes:
+    """An AVIF whose EXIF, as long as it should be, is exchanged for `exif`."""
+    fitting = b"II*\0\x08\0\0\0" + struct.pack("<HHHII", 1, 0x9286, 7, len(exif) - 26, 26) + bytes(4)
+    fitting = fitting.ljust(len(exif), b"\x07")
+    plain = encoded("AVIF", quality=95, exif=fitting)
+    assert fitting in plain
+    return plain.replace(fitting, exif)
+
+
 DEFLATED = zlib.compress(MANY)
 EXIF_BOMB = (
     b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 65_535) + struct.pack("<HHII", 0x9286, 7, 60_000, 0) * 4000
@@ -156,6 +165,8 @@ DISLIKED: dict[str, Callable[[], bytes]] = {
         b"!\xff" + sub_blocks(b"XMP DataXMP" + MANY), b"!\xff" + sub_blocks(b"NETSCAPE2.0")
     ),
     "gif: an empty extension": lambda: in_gif(b"!\xf9\0", b"!\x01\0"),
+    "avif: EXIF that refers to itself": lambda: in_avif(EXIF_BOMB[6:]),
+    "avif: long XMP": lambda: encoded("AVIF", quality=95, xmp=MANY),
     "tiff: entries that point nowhere": lambda: in_tiff(
         (700, 1, 1 << 30, 1 << 31), (34665, 4, 1, 0xFFFFFFFF)
     ),
@@ -183,6 +194,7 @@ def test_a_picture_is_taken_whatever_its_metadata_holds(name: str) -> None:
         "png: a profile that inflates to 64 MB",
         "jpeg: EXIF that refers to itself",
         "webp: EXIF that refers to itself",
+        "avif: EXIF that refers to itself",
     ],
 )
 def test_metadata_is_not_inflated_without_bound(name: str) -> None:
