@@ -23,9 +23,9 @@ def main() -> None:
     which, record, *arguments = sys.argv[1:]
     if which == "theirs":
         sys.path[:] = [folder for folder in sys.path if not is_ours(folder)]
-    from oracle.recorder import record_calls
-
     import torch.cuda
+
+    from oracle.recorder import record_calls
 
     torch.cuda.device_count = lambda: 1  # theirs refuses to start without a GPU; the double needs none
     record_calls(Path(record))
