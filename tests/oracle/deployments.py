@@ -29,8 +29,6 @@ ENGINE_ARGS = {
     "max_batch_size": 8,
     "max_num_tokens": 4096,
 }
-_MODES = {("theirs", "agg"): "prefill_and_decode"}
-"""Roles whose `--disaggregation-mode` is spelled differently by the two."""
 
 
 def picture(seed: int) -> dict[str, Any]:
@@ -110,11 +108,13 @@ def observe(which: Which, topology: str, model: Path, folder: Path) -> Seen:
 def _start(which: Which, role: str, topology: str, cluster: Cluster, model: Path, record: Path) -> Managed:
     record.touch()
     port = free_port()
-    words = ["--disaggregation-mode", _MODES.get((which, role), role), "--modality", "multimodal"]
+    words = ["--disaggregation-mode", role, "--modality", "multimodal"]
     words += ["--model-path", str(model), "--served-model-name", cluster.model]
     words += ["--override-engine-args", json.dumps(ENGINE_ARGS)]
     if role in ("agg", "prefill") and "encode" in TOPOLOGIES[topology]:
         words += ["--encode-endpoint", ENCODE_ENDPOINT]
+    if role == "encode":
+        words += ["--endpoint", ENCODE_ENDPOINT]  # theirs has another default
     command = [sys.executable, str(TESTS / "oracle" / "run_worker.py"), which, str(record), *words]
     return cluster.start(role, command, {"DYN_SYSTEM_PORT": str(port)}, port)
 

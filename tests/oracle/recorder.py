@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import json
+import threading
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ METHODS = {
     "MultimodalEncoder": ("__init__", "generate", "generate_async"),
 }
 """Public methods of the library that a worker of either kind may call."""
+_inside = threading.local()
 
 
 def record_calls(path: Path) -> None:
@@ -40,16 +42,32 @@ def _recorded(cls: type, name: str, method: Callable[..., Any], path: Path) -> C
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self) is cls:  # a subclass's call of its parent is not the worker's
+        # What the library calls of itself is not the worker's call.
+        outermost = type(self) is cls and not getattr(_inside, "library", False)
+        if outermost:
             given = dict(signature.bind_partial(self, *args, **kwargs).arguments)
             given.pop(next(iter(signature.parameters)))
             given.update(given.pop("kwargs", {}))
+            given = {key: each for key, each in given.items() if not _is_default(signature, key, each)}
             line = json.dumps({"call": name, "given": plain(given)}, sort_keys=True)
             with path.open("a", encoding="utf-8") as sink:
                 sink.write(line + "\n")
-        return method(self, *args, **kwargs)
+            _inside.library = True
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if outermost:
+                _inside.library = False
 
     return call
+
+
+def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
+    """True for what means the same as leaving the argument out."""
+    parameter = signature.parameters.get(name)
+    return value is None or (
+        parameter is not None and parameter.default is not inspect.Parameter.empty and value == parameter.default
+    )
 
 
 def plain(value: Any) -> Any:
@@ -82,9 +100,15 @@ def _named(value: Any) -> Any:
 
 def _set_fields(value: Any) -> dict[str, Any]:
     """Public attributes of `value` that are not what a fresh object of its type has."""
-    fields = {name: each for name, each in vars(value).items() if not name.startswith("_") and not callable(each)}
+    fields = {name: each for name, each in _attributes(value).items() if not name.startswith("_") and not callable(each)}
     try:
-        fresh = vars(type(value)())
+        fresh = _attributes(type(value)())
     except TypeError:
-        fresh = {f.name: f.default for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+        fresh = {}
     return {name: each for name, each in fields.items() if name not in fresh or fresh[name] != each}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return dict(getattr(value, "__dict__", {"text": str(value)}))
