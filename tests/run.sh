@@ -23,7 +23,7 @@ check() {
     "$@" || { local failed=$?; ((status)) || status=$failed; }
 }
 
-mapfile -t scripts < <(git ls-files -co --exclude-standard '*.sh' .ci/run)
+mapfile -t scripts < <(git ls-files -co --exclude-standard "*.sh" .ci/run tests/cases/run)
 check ruff check .
 check mypy
 check mypy launch/lib/supervise.py

@@ -325,8 +325,9 @@ async def _copy(
         if len(pending) > MAX_LINE_BYTES:
             lines, pending = [*lines, pending], b""
         _write(target, [prefix + line + b"\n" for line in lines])
-        for line in lines if listener is not None else ():
-            listener(line)
+        if listener is not None:
+            for line in lines:
+                listener(line)
     if pending:
         _write(target, [prefix + pending + b"\n"])
 
