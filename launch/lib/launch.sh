@@ -175,7 +175,7 @@ launch_add_worker() {
     local role=$1 index=$2 count=$3 label=$1 environment=() devices
     local devices_variable=${role^^}_CUDA_VISIBLE_DEVICES
     ((count == 1)) || label=$role-$index
-    if [[ -n ${!devices_variable-} ]]; then
+    if [[ ${!devices_variable-} =~ [^[:space:]] ]]; then
         IFS=';' read -ra devices <<<"${!devices_variable}"
         [[ -n ${devices[(index - 1) % ${#devices[@]}]} ]] ||
             launch_fail "$devices_variable names no GPUs for $label: write 0,1 or '0,1;2,3', or leave it empty"
@@ -236,7 +236,8 @@ launch_prepare() {
     launch_require_seconds LAUNCH_GRACE_S
     launch_port=${DYN_HTTP_PORT:-8000}
     if ((launch_port == 0)); then
-        launch_port=$("$launch_python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+        launch_port=$("$launch_python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])' 2>/dev/null) ||
+            launch_fail "$launch_python cannot be run: run launch/lib/setup.sh, which makes .venv here, or set DYNAMO_PYTHON"
     fi
 
     # .venv has this checkout's package; another Python, for instance of a container, may have ai-dynamo only.

@@ -210,6 +210,12 @@ def test_a_variable_that_holds_no_seconds_is_refused(variable: str, value: str) 
     assert (done.returncode, done.stderr) == (2, f"agg.sh: {variable} must be a number of seconds, not '{value}'\n")
 
 
+def test_a_python_that_is_not_there_is_refused_when_it_has_to_find_a_free_port() -> None:
+    done = run_script("agg.sh", "--dry-run", MODEL_PATH="m", DYN_HTTP_PORT="0", DYNAMO_PYTHON="/no/python")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("agg.sh: /no/python cannot be run: ")
+
+
 def test_gpus_that_are_none_are_refused() -> None:
     done = run_script("agg.sh", "--dry-run", MODEL_PATH="m", AGG_CUDA_VISIBLE_DEVICES=";")
     assert (done.returncode, done.stdout) == (2, "")

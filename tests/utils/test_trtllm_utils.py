@@ -446,6 +446,14 @@ def test_a_status_port_that_is_one_is_taken(value: str, monkeypatch: pytest.Monk
 
 
 BAD = [
+    (
+        ["--multimodal-embedding-cache-capacity-gb", "inf"],
+        "--multimodal-embedding-cache-capacity-gb must be a size in GB above 0, or 0 for none, not inf",
+    ),
+    (
+        ["--multimodal-embedding-cache-capacity-gb", "-1"],
+        "--multimodal-embedding-cache-capacity-gb must be a size in GB above 0, or 0 for none, not -1.0",
+    ),
     (["--max-batch-size", "0"], "--max-batch-size must be a whole number of at least 1, not '0'"),
     (["--max-batch-size", "many"], "--max-batch-size must be a whole number of at least 1, not 'many'"),
     (["--max-batch-size", "-1"], "--max-batch-size must be a whole number of at least 1, not '-1'"),

@@ -35,7 +35,7 @@ from dynamo.trtllm.config import (
     default_endpoint,
 )
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.flags import ENDPOINT, FALSE_WORDS, FLAGS, JSON_OBJECT, NO_OPS, TRUE_WORDS
+from dynamo.trtllm.utils.flags import ENDPOINT, FALSE_WORDS, FLAGS, GIGABYTES, JSON_OBJECT, NO_OPS, TRUE_WORDS
 from dynamo.trtllm.utils.kinds import drop_empty, show
 from dynamo.trtllm.utils.layers import Layer, leaves, merge_layers, nested, origin_of, split_dotted
 from dynamo.trtllm.utils.ports import check_ports
@@ -238,7 +238,11 @@ def _media(settings: Settings, runtime: Any) -> dict[str, Any]:
     if cache_gb:
         if "--media-cache-mb" in settings:
             raise StartupError("--multimodal-embedding-cache-capacity-gb and --media-cache-mb are the same: keep one of them")
-        fields["cache_bytes"] = int(cache_gb * 1024 * MEBIBYTE)
+        try:
+            fields["cache_bytes"] = int(GIGABYTES.convert(str(cache_gb)) * 1024 * MEBIBYTE)
+        except ValueError:
+            name = "--multimodal-embedding-cache-capacity-gb"
+            raise StartupError(f"{name} must be {GIGABYTES.wanted}, or 0 for none, not {cache_gb}") from None
     return fields
 
 
