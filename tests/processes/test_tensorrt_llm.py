@@ -84,13 +84,15 @@ def answers() -> dict[str, list[tuple[str, str | None, int, int]]]:
 
 @pytest.mark.parametrize(("release", "topology"), RELEASES_AND_TOPOLOGIES)
 def test_every_topology_of_both_releases_gives_the_same_answers(
-    model: Path, answers: dict[str, Any], release: str, topology: str
+    model: Path, answers: dict[str, Any], release: str, topology: str, tmp_path: Path
 ) -> None:
     options = ("--engine", "tensorrt_llm", "--modality", "multimodal", "--model-path", str(model))
     options += ("--override-engine-args", json.dumps(ENGINE_ARGS))
-    with Cluster(env=environment(release)) as cluster:
+    held = tmp_path / "held"  # a file for each context whose blocks prefill's engine keeps for decode
+    with Cluster(env={**environment(release), "TRTLLM_DOUBLE_PINS": str(held)}) as cluster:
         deploy(topology, cluster, options=options)
         here = ask_all(cluster)
+        wait_until(lambda: not held.is_dir() or not list(held.iterdir()), "the end of all hand-overs")
         refused = cluster.chat("hello", max_tokens=4, response_format={"type": "json_object"})
     assert here == answers.setdefault("all", here)
     assert all(text for text, *_ in here)
@@ -139,6 +141,15 @@ def test_an_engine_that_dies_ends_the_worker_and_its_requests(model: Path) -> No
         deployment = deploy("agg", cluster, options=("--engine", "tensorrt_llm", "--model-path", str(model)))
         assert cluster.chat("hello", max_tokens=12, ignore_eos=True).status == 503
         assert deployment.all()[0].wait() != 0
+
+
+def test_an_idle_engine_that_dies_leaves_discovery_although_asking_it_blocks(model: Path) -> None:
+    script = json.dumps({"dies_idle_after_s": 8.0, "health_blocks_s": 60.0})
+    with Cluster(env={**environment("1.3.0rc29"), "TRTLLM_DOUBLE_SCRIPT": script}) as cluster:
+        deployment = deploy("agg", cluster, options=("--engine", "tensorrt_llm", "--model-path", str(model)))
+        assert cluster.chat("hello", max_tokens=4).status == 200
+        assert deployment.all()[0].wait() != 0
+        wait_until(lambda: cluster.chat("hello", max_tokens=4).status in (404, 503), "an answer without the worker")
 
 
 def test_an_argument_that_the_release_does_not_know_ends_the_worker_at_once(model: Path) -> None:
