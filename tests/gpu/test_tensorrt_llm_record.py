@@ -1,9 +1,11 @@
-"""The record against the installed TensorRT-LLM: what the adapter and the double rely on is there."""
+"""The record against the installed TensorRT-LLM, its source and its signatures: what the adapter relies on is there."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from dynamo.trtllm.engines.tensorrt_llm import private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library, load_library, nested_fields
 from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, REQUIRED
+from dynamo.trtllm.engines.tensorrt_llm.source.reading import read, render
+from dynamo.trtllm.engines.tensorrt_llm.source.rules import Outcome
 from gpu.tensorrt_llm_machine import NEEDS_LIBRARY
 
 pytestmark = NEEDS_LIBRARY
@@ -27,6 +31,16 @@ USED = {
 @pytest.fixture(scope="module")
 def library() -> Library:
     return load_library()
+
+
+def test_the_librarys_source_breaks_no_rule_that_the_adapter_relies_on() -> None:
+    spec = importlib.util.find_spec("tensorrt_llm")
+    assert spec is not None
+    assert spec.origin is not None
+    reading = read(Path(spec.origin).parent)
+    print("\n".join(render(reading)))
+    assert {v.rule.name: v.form for v in reading.of(Outcome.BROKEN)} == {}
+    assert [v.rule.name for v in reading.of(Outcome.NOT_FOUND)] == []
 
 
 def test_the_installed_release_is_recorded(library: Library) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -263,83 +262,3 @@ def test_a_check_imports_no_engine(engine: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BLOCKED, "--check", "--model-path", path, "--modality", "multimodal", "--engine", engine]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr, result.stdout.splitlines()[-1]) == (0, "", "no fault found")
-
-
-def test_the_engine_report_says_when_tensorrt_llm_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse(["--check", "--model-path", "nobody/no-such-model", "--engine-report"])) == 0
-    assert "engine report\n  TensorRT-LLM is not installed here\n" in capsys.readouterr().out
-
-
-FAKE = '''
-import dataclasses
-
-__version__ = "1.3.0rc29"
-
-
-class LLM:
-    def generate_async(self, inputs, sampling_params=None, brand_new=None):
-        """Nothing."""
-
-
-@dataclasses.dataclass
-class SamplingParams:
-    max_tokens: int = 32
-    novelty: int = 0
-'''
-
-FAKE_API = '''
-import dataclasses
-
-import tensorrt_llm
-
-
-class GuidedDecodingParams:
-    def __init__(self, json=None):
-        """Nothing."""
-
-
-@dataclasses.dataclass
-class DisaggregatedParams:
-    request_type: str = ""
-
-
-class KvCacheConfig:
-    model_fields = {"tokens_per_block": None, "shiny": None}
-'''
-
-FAKE_ARGS = """
-import types
-
-from tensorrt_llm.llmapi import KvCacheConfig
-
-
-class TorchLlmArgs:
-    model_fields = {"model": None, "glitter": None, "kv_cache_config": types.SimpleNamespace(annotation=KvCacheConfig)}
-"""
-
-
-def test_the_engine_report_shows_how_an_installed_release_differs_from_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    package = tmp_path / "tensorrt_llm"
-    (package / "llmapi").mkdir(parents=True)
-    (package / "__init__.py").write_text(FAKE)
-    (package / "llmapi" / "__init__.py").write_text(FAKE_API)
-    (package / "llmapi" / "llm_args.py").write_text(FAKE_ARGS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    assert run(parse(["--check", "--model-path", "nobody/no-such-model", "--engine-report"])) == 0
-    report = capsys.readouterr().out.partition("engine report\n")[2].splitlines()
-    assert report[0] == "  installed 1.3.0rc29, record 1.3.0rc29"
-    assert {
-        "  LLM arguments: glitter kv_cache_config model",
-        "    LLM arguments: only installed: glitter",
-        "    LLM arguments: only in the record: max_batch_size",
-        "    LLM.generate_async: only installed: brand_new",
-        "    SamplingParams: only installed: novelty",
-        "    GuidedDecodingParams: only in the record: regex",
-        "    DisaggregatedParams: only in the record: opaque_state",
-        "    kv_cache_config: only installed: shiny",
-        "  LLM methods: generate_async",
-    } <= set(report)
-    assert "tensorrt_llm" not in sys.modules

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from dynamo.trtllm.config import Invocation
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.preflight.compare import compare, read_other
@@ -41,7 +43,8 @@ def run(invocation: Invocation) -> int:
         print("\n  ".join(["live", *lines]))
         faults += live_faults
     if check.engine_report:
-        print(engine_report())
+        for line in engine_report(config, os.environ):
+            print(line, flush=True)
     _print_lines("note", notes)
     _print_lines("fault", faults)
     print("no fault found" if not faults else f"{len(faults)} fault{'s' if len(faults) > 1 else ''} found")

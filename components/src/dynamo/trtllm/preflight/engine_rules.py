@@ -33,7 +33,9 @@ def find_engine_faults(config: WorkerConfig, shape: ModelShape | None) -> Iterat
 
 
 def _runtime(args: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    backend, runtime = (find_value(args, f"{_TRANSCEIVER}.{name}") for name in ("backend", "transceiver_runtime"))
+    backend, runtime = (
+        find_value(args, f"{_TRANSCEIVER}.{name}") for name in ("backend", "transceiver_runtime")
+    )
     if backend and str(runtime).upper() == "PYTHON" and str(backend).upper() not in _PYTHON_BACKENDS:
         said = _said(args, origins, f"{_TRANSCEIVER}.transceiver_runtime")
         yield (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dynamo.trtllm.config import MEBIBYTE, EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.preflight.faults import facts_of, longest_prompt
+from dynamo.trtllm.preflight.masking import mask
 from dynamo.trtllm.preflight.memory import GpuMemory, MemoryEstimate, size
 from dynamo.trtllm.preflight.shape import ModelShape
 from dynamo.trtllm.utils.layers import find_value
@@ -19,7 +21,7 @@ def render(config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memor
     sections = {
         "worker": _worker(config, shape),
         "peers": _peers(config),
-        "engine arguments": iter(dump_engine_args(config.engine).splitlines()),
+        "engine arguments": iter(dump_engine_args(replace(config.engine, args=mask(config.engine.args))).splitlines()),
         "media": _media(config),
         "transfers": _transfers(config, shape),
         "memory": _memory(config, shape, gpu, memory),
