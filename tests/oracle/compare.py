@@ -24,23 +24,25 @@ class Difference(NamedTuple):
     """One argument that the two workers give differently. `ours` and `theirs` are short forms of the values."""
 
     role: str
+    occasion: str
+    """`start`, `text` or `pictures`: what the call is about."""
     argument: str
     ours: str
     theirs: str
 
 
-def differences(role: str, ours: Sequence[Call], theirs: Sequence[Call]) -> set[Difference]:
+def differences(role: str, occasion: str, ours: Sequence[Call], theirs: Sequence[Call]) -> set[Difference]:
     """What differs between the calls that a role's two workers made for the same request (or at start)."""
     mine, other = _by_name(ours), _by_name(theirs)
     found: set[Difference] = set()
     for name in sorted({*mine, *other}):
         here, there = mine.get(name, []), other.get(name, [])
         if not here or not there:
-            found.add(Difference(role, name, _called(here), _called(there)))
+            found.add(Difference(role, occasion, name, _called(here), _called(there)))
         elif len(here) != len(there):
-            found.add(Difference(role, name, f"{len(here)} calls", f"{len(there)} calls"))
+            found.add(Difference(role, occasion, name, f"{len(here)} calls", f"{len(there)} calls"))
         for one, two in zip(here, there, strict=False):
-            found |= set(_compared(role, name, one, two))
+            found |= set(_compared(role, occasion, name, one, two))
     return found
 
 
@@ -62,13 +64,13 @@ def _by_name(calls: Sequence[Call]) -> dict[str, list[Any]]:
     return found
 
 
-def _compared(role: str, name: str, ours: Any, theirs: Any) -> Iterator[Difference]:
+def _compared(role: str, occasion: str, name: str, ours: Any, theirs: Any) -> Iterator[Difference]:
     here, there = dict(_leaves(name, ours)), dict(_leaves(name, theirs))
     for path in sorted({*here, *there}):
         if here.get(path, ABSENT) != there.get(path, ABSENT):
             one, two = (_short(path, found[path]) if path in found else ABSENT for found in (here, there))
             if one != two or not _VOLATILE.search(path):
-                yield Difference(role, path, one, two)
+                yield Difference(role, occasion, path, one, two)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -90,24 +92,34 @@ def _short(path: str, value: Any) -> str:
 
 
 def explained() -> dict[Difference, str]:
-    """Rows of the table in README.md: differences and the reason of each. A row may name several roles."""
+    """Rows of the table in README.md: differences and the reason of each. A row may name several roles and occasions."""
     rows: dict[Difference, str] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
-        if not line.startswith("| ") or len(cells) != 5 or cells[0] in ("roles", "---"):
+        if not line.startswith("| ") or len(cells) != 5 or cells[0] in ("who, when", "---"):
             continue
-        roles, argument, ours, theirs, reason = (cell.strip("`") for cell in cells)
-        for role in roles.split(", "):
-            rows[Difference(role, argument, ours, theirs)] = reason
+        places, argument, ours, theirs, reason = (cell.strip("`") for cell in cells)
+        for place in places.split("; "):
+            roles, _, occasions = place.partition(": ")
+            for role in roles.split(", "):
+                for occasion in occasions.split(", "):
+                    rows[Difference(role, occasion, argument, ours, theirs)] = reason
     return rows
 
 
 def as_rows(found: set[Difference]) -> str:
-    """Table rows for `found`, roles joined, the reason left to be written."""
-    roles: dict[tuple[str, str, str], list[str]] = {}
+    """Table rows for `found`, roles of one occasion joined, the reason left to be written."""
+    rows: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for each in sorted(found):
-        roles.setdefault(each[1:], []).append(each.role)
+        rows.setdefault(each[2:], {}).setdefault(each.occasion, []).append(each.role)
     return "\n".join(
-        f"| {', '.join(names)} | `{argument}` | `{ours}` | `{theirs}` |  |"
-        for (argument, ours, theirs), names in sorted(roles.items())
+        f"| {_places(occasions)} | `{argument}` | `{ours}` | `{theirs}` |  |"
+        for (argument, ours, theirs), occasions in sorted(rows.items())
     )
+
+
+def _places(occasions: Mapping[str, Sequence[str]]) -> str:
+    by_roles: dict[str, list[str]] = {}
+    for occasion, roles in occasions.items():
+        by_roles.setdefault(", ".join(roles), []).append(occasion)
+    return "; ".join(f"{roles}: {', '.join(names)}" for roles, names in by_roles.items())

@@ -37,14 +37,20 @@ def test_the_double_serves_both_components(seen: dict[tuple[str, str], Seen], wh
     assert all(answer.text for answer in answers.values())
 
 
+def occasion_of(request: str) -> str:
+    if not request:
+        return "start"
+    return "pictures" if "picture" in request else "text"
+
+
 def found(seen: dict[tuple[str, str], Seen]) -> set[Difference]:
     all_of_them: set[Difference] = set()
     for topology in COMPARED:
         ours, theirs = seen["ours", topology].calls, seen["theirs", topology].calls
         for request, roles in ours.items():
             for role in TOPOLOGIES[topology]:
-                label = f"{role} ({topology})" if role == "prefill" and topology == "epd_disagg" else role
-                all_of_them |= differences(label, roles[role], theirs[request][role])
+                label = "prefill after encode" if role == "prefill" and topology == "epd_disagg" else role
+                all_of_them |= differences(label, occasion_of(request), roles[role], theirs[request][role])
     return all_of_them
 
 
