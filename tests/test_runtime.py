@@ -15,12 +15,12 @@ from dynamo.llm import ModelInput, ModelType, WorkerType
 from dynamo.llm import exceptions as dynamo
 from prometheus_client import generate_latest
 
-from dynamo.trtllm import model_files, runtime
+from dynamo.trtllm import model_files, presence, runtime
 from dynamo.trtllm.config import EngineConfig, EngineKind, ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
 from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
-from dynamo.trtllm.errors import EngineDead, EngineFault, StartupError
+from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, StartupError
 from dynamo.trtllm.metrics import WorkerMetrics
 from dynamo.trtllm.runtime import Service, health_check_payload, model_type, needs, runtime_config
 from fakes import FakeContext, FakeSender, collect, outcome, until
@@ -30,13 +30,28 @@ ENCODE = PeerConfig(encode_endpoint="dyn://n.tensorrt_llm_encode.generate")
 
 
 class FakeEndpoint:
-    """Serves until `ended` is set; `served` says that it does."""
+    """Serves until `ended` is set; `served` says that it does. A client of its own, which shows `ids`."""
 
     def __init__(self) -> None:
         self.served = asyncio.Event()
         self.ended = asyncio.Event()
         self.options: dict[str, Any] = {}
         self.handler: Callable[..., Any] | None = None
+        self.ids = [7]
+        self.back = asyncio.Event()
+
+    async def client(self) -> FakeEndpoint:
+        return self
+
+    def instance_ids(self) -> list[int]:
+        return self.ids
+
+    async def wait_for_instances_by_runtime_data(self, *args: Any) -> list[int]:
+        return self.ids
+
+    async def register_endpoint_instance(self) -> None:
+        self.ids = [7]
+        self.back.set()
 
     def connection_id(self) -> int:
         return 7
@@ -127,6 +142,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(runtime, "_HEALTH_INTERVAL_S", 0.0)
     monkeypatch.setattr(runtime, "_CANCEL_INTERVAL_S", 0.001)
     monkeypatch.setattr(runtime, "exit_after", made.last_resorts_s.append)
+    for name in ("LOOK_S", "CARD_PAUSE_S"):
+        monkeypatch.setattr(presence, name, 0.001)
     return made
 
 
@@ -259,6 +276,51 @@ async def test_a_runtime_that_stops_serving_by_itself_is_an_error(world: World) 
     await world.runtime.made.served.wait()
     world.runtime.shutdown()
     assert await running == 1
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_discovery_has_lost_registers_its_card_and_its_instance_again(world: World) -> None:
+    running = world.run()
+    await world.runtime.made.served.wait()
+    assert world.registered is not None
+    first = world.registered[1]
+    world.registered = None
+    world.runtime.made.ids = []
+    await asyncio.wait_for(world.runtime.made.back.wait(), 20)
+    assert world.registered is not None
+    again = world.registered[1]
+    assert (again["runtime_config"], again["needs"]) == (first["runtime_config"], first["needs"])
+    world.service._on_signal()
+    assert await running == 0
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_cannot_register_again_leaves_with_an_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*args: Any, **options: Any) -> None:
+        raise OSError("No space left on device")
+
+    running = world.run()
+    await world.runtime.made.served.wait()
+    monkeypatch.setattr(presence, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(runtime, "register_model", full)
+    world.runtime.made.ids = []
+    assert await running == 1
+    assert (world.grace_s, world.last_resorts_s) == ([0.0], [60.0])
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_leaves_does_not_come_back(world: World) -> None:
+    await ask_waiting(world, 1)
+    signal.raise_signal(signal.SIGTERM)
+    await until(lambda: bool(world.grace_s))
+    world.registered = None
+    world.runtime.made.ids = []
+    await asyncio.sleep(20 * presence.LOOK_S)  # twenty looks of a watch that must be over
+    assert (world.registered, world.runtime.made.ids) == (None, [])
+    world.egress.end_all(ShuttingDown("the end of the test"))
+    assert await world.running == 0
 
 
 @pytest.mark.asyncio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import threading
 from collections import Counter
@@ -10,6 +11,11 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from dynamo.trtllm.demo.pictures import Picture, draw
+
+
+def data_url(picture: Picture) -> str:
+    """The picture as a PNG in a data URL."""
+    return "data:image/png;base64," + base64.b64encode(png(picture)).decode()
 
 
 def png(picture: Picture) -> bytes:

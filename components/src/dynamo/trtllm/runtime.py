@@ -28,6 +28,7 @@ from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerE
 from dynamo.trtllm.last_resort import exit_after
 from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
 from dynamo.trtllm.metrics import WorkerMetrics
+from dynamo.trtllm.presence import Presence, Republished
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _LEAST_TO_LEAVE_S = 3.0
 """What the end gets after the engine's death, where the grace is shorter."""
 _DRAIN_AND_CLOSE_S = 60.0
 """What the end gets after the grace otherwise: Dynamo drains for up to 30 s, the rest is for the engine."""
+_SHOWING_BACKENDS = ("file", "etcd", "mem")
+"""Kinds of discovery in which a worker was seen to find itself; Kubernetes was not tried."""
 _CANCELS = 3
 _CANCEL_INTERVAL_S = 0.2
 
@@ -75,8 +78,11 @@ class Service:
         self._info = info
         self._endpoint: Endpoint = runtime.endpoint(config.runtime.endpoint)
         self._shutdown: asyncio.Task[None] | None = None
+        self._presence: asyncio.Task[None] | None = None
         self._death: EngineDead | None = None
         self._exit_code = 0
+        self._card: ModelRuntimeConfig | None = None
+        self._publishers: list[Republished] = []
 
     @property
     def instance_id(self) -> int:
@@ -90,6 +96,7 @@ class Service:
         health = asyncio.create_task(self._watch_engine(), name="engine-health")
         try:
             await self._register()
+            self._presence = asyncio.create_task(self._watch_discovery(), name="presence")
             self._install_signals()  # until here a signal ends the process at once
             logger.info("serving %s as %s at %s", self._config.model.name, self._config.role.value, self._config.runtime.endpoint)
             await self._endpoint.serve_endpoint(
@@ -106,6 +113,8 @@ class Service:
                 await self._shutdown
         finally:
             health.cancel()
+            if self._presence is not None:
+                self._presence.cancel()
         return self._exit_code
 
     def engine_died(self, error: EngineDead) -> None:
@@ -122,8 +131,9 @@ class Service:
 
     async def _register(self) -> None:
         config, model = self._config, self._config.model
-        card = runtime_config(self._info, config.runtime, model, config.role)
-        card.kv_event_publishing_enabled = self._engine.attach_kv_publisher(self._kv_publisher)
+        if self._card is None:
+            self._card = runtime_config(self._info, config.runtime, model, config.role)
+            self._card.kv_event_publishing_enabled = self._engine.attach_kv_publisher(self._kv_publisher)
         await register_model(
             ModelInput.Tokens,
             model_type(config.role, config.runtime),
@@ -133,22 +143,45 @@ class Service:
             worker_type=_WORKER_TYPES[config.role],
             needs=needs(config.role, config.peers),
             kv_cache_block_size=self._info.kv_block_size,
-            runtime_config=card,
+            runtime_config=self._card,
             custom_template_path=model.custom_jinja_template,
             model_aliases=list(model.served_names[1:]) or None,
             ignore_weights=True,
         )
 
-    def _kv_publisher(self, dp_rank: int) -> KvEventPublisher:
+    async def _register_again(self) -> None:
+        await self._register()
+        await self._endpoint.register_endpoint_instance()
+        for publisher in self._publishers:
+            publisher.renew()
+
+    def _kv_publisher(self, dp_rank: int) -> Republished:
         runtime = self._config.runtime
-        return KvEventPublisher(
-            self._endpoint,
-            kv_block_size=self._info.kv_block_size,
-            dp_rank=dp_rank,
-            enable_local_indexer=runtime.enable_local_indexer,
-            image_token_id=self._info.image_placeholder_id,
-            kv_state_endpoint=runtime.kv_state_endpoint,
+        publisher = Republished(
+            lambda: KvEventPublisher(
+                self._endpoint,
+                kv_block_size=self._info.kv_block_size,
+                dp_rank=dp_rank,
+                enable_local_indexer=runtime.enable_local_indexer,
+                image_token_id=self._info.image_placeholder_id,
+                kv_state_endpoint=runtime.kv_state_endpoint,
+            )
         )
+        self._publishers.append(publisher)
+        return publisher
+
+    async def _watch_discovery(self) -> None:
+        known = self._config.runtime.discovery_backend in _SHOWING_BACKENDS
+        try:
+            why = await Presence(self.instance_id, self._endpoint.client, self._register_again, known).lost()
+        except Exception:
+            logger.exception("discovery cannot be watched: a worker that it loses will not come back by itself")
+            return
+        if self._shutdown is None:
+            logger.critical("this worker is out of discovery and cannot register again, leaving: %s", why)
+            self._exit_code = EXIT_FAILED
+            exit_after(_DRAIN_AND_CLOSE_S)
+            self._begin_shutdown(grace_s=0.0)
 
     async def _watch_engine(self) -> None:
         while True:
@@ -178,6 +211,8 @@ class Service:
         self._begin_shutdown(grace_s)
 
     def _begin_shutdown(self, grace_s: float) -> None:
+        if self._presence is not None:
+            self._presence.cancel()  # from here on this worker is meant to be out of discovery
         self._shutdown = asyncio.create_task(
             graceful_shutdown_with_discovery(self._runtime, [self._endpoint], grace_period_s=grace_s, drain_callback=self._drain),
             name="shutdown",
