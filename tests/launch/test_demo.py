@@ -73,7 +73,7 @@ def test_a_file_that_is_no_picture_ends_in_one_sentence_and_a_failure(tmp_path: 
 def test_a_model_that_the_frontend_cannot_use_ends_the_launch_with_the_frontends_own_reason(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO_DIRECTORY, model)
-    (model / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    (model / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": 5}}')
     settings = {"ENGINE": "double", "MODEL_PATH": str(model), "DYN_HTTP_PORT": str(free_port())}
     done = run_script("agg.sh", DYNAMO_PYTHON=sys.executable, **settings)
     assert done.returncode == 1

@@ -86,9 +86,11 @@ def test_a_file_that_the_frontend_cannot_read_is_one_fault(
 
 
 def test_json_that_is_whole_but_describes_nothing_is_refused(model: Path) -> None:
-    (model / "tokenizer.json").write_text("{}")
-    assert faults(model) == [f"tokenizer.json of the model directory {model} describes no tokenizer: download the complete model"]
-    (model / "tokenizer.json").write_text('{"model": {}}')
+    for content in ("{}", '{"model": {}}', '{"model": {"type": "BPE"}}'):
+        (model / "tokenizer.json").write_text(content)
+        (fault,) = faults(model)
+    assert [fault] == [f"tokenizer.json of the model directory {model} describes no tokenizer: download the complete model"]
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
     replace_json(model / "config.json", architectures=None)
     (fault,) = faults(model)
     assert "names no architectures" in fault

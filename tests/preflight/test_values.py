@@ -18,6 +18,8 @@ from dynamo.trtllm.utils.trtllm_utils import parse
 DEMO = ["--model-path", "demo"]
 ENGINES = ["tensorrt_llm", "transformers", "double"]
 FRACTION = "a fraction above 0 and at most 1"
+SIZE = "a whole number of at least 0"
+POLICY = "multimodal_config.encoder_scheduling_policy"
 COUNTS = "a list of whole numbers of at least 1"
 PLAIN = "made of texts, finite numbers, truth values, lists and mappings"
 UNFILLED = " (variables are not filled in here: write the value itself)"
@@ -44,6 +46,8 @@ WRONG = [
     ("kv_cache_config: {free_gpu_memory_fraction: .nan}", f"{SHARE} NaN", FRACTION),
     ("kv_cache_config: {enable_block_reuse: 1}", "kv_cache_config.enable_block_reuse 1", "true or false"),
     ("kv_cache_config: {max_attention_window: [512, 0]}", "kv_cache_config.max_attention_window [512, 0]", COUNTS),
+    (f"kv_cache_config: {{host_cache_size: 0x{'f' * 9000}}}", "kv_cache_config.host_cache_size a value of the type int", SIZE),
+    (f"multimodal_config: {{encoder_scheduling_policy: 0x{'f' * 9000}}}", f"{POLICY} a value of the type int", PLAIN),
     ("kv_cache_config: [1]", "kv_cache_config [1]", "a mapping"),
     ('enable_chunked_prefill: "false"', 'enable_chunked_prefill "false"', "true or false"),
     ("dtype: fp8", 'dtype "fp8"', "one of auto, float16, bfloat16 or float32"),
@@ -57,7 +61,7 @@ def faults_of(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("content", "given", "wanted"), WRONG, ids=[case[0] for case in WRONG])
+@pytest.mark.parametrize(("content", "given", "wanted"), WRONG, ids=[case[0][:60] for case in WRONG])
 def test_a_value_of_the_wrong_kind_is_one_fault_with_key_value_origin_and_kind_and_ends_every_start(
     engine: str, content: str, given: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

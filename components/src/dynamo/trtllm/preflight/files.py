@@ -87,7 +87,8 @@ def _missing_files(
 
 
 def _describes_tokenizer(file: Path) -> bool:
-    return not file.is_file() or isinstance(read_object(file).get("model"), Mapping)
+    model = read_object(file).get("model")
+    return not file.is_file() or (isinstance(model, Mapping) and "vocab" in model)
 
 
 def _without_tokenizer(directory: Path) -> str:

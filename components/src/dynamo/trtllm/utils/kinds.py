@@ -38,7 +38,9 @@ def _whole(least: int, most: int = LARGEST, *, nullable: bool = True) -> ValueKi
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and math.isfinite(value))
+    if type(value) is int:
+        return abs(value) <= LARGEST_BYTES
+    return type(value) is float and math.isfinite(value)
 
 
 def _is_text(value: Any) -> bool:
