@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from dynamo.trtllm.config import Modality, Role
 from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Prompt, Sampling, Step
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
+from dynamo.trtllm.last_resort import EXIT_STUCK
 from engines.contract import as_step, generate, split, steps_of
 from engines.tensorrt_llm_subject import (
     RELEASES,
@@ -564,8 +566,6 @@ asyncio.run(main())
 
 @pytest.mark.asyncio
 async def test_prefill_in_one_process_and_decode_in_another_give_what_one_engine_gives(release: str, model: Path) -> None:
-    import os
-
     tests = Path(__file__).parents[1]
     folders = [str(tests), str(tests / "trtllm_double"), *(p for p in sys.path if p)]
     environment = {**os.environ, "TRTLLM_DOUBLE_RELEASE": release, "PYTHONPATH": os.pathsep.join(folders)}
@@ -580,6 +580,39 @@ async def test_prefill_in_one_process_and_decode_in_another_give_what_one_engine
         rest = [token for step in await steps_of(stream) for token in step.token_ids]
     async with started(engine_config(model)) as (engine, _):
         assert sent["first"] + rest == (await generate(engine, asked)).token_ids
+
+
+STUCK_SCRIPT = """
+import asyncio, sys, time
+from dynamo.trtllm.engines.tensorrt_llm import health
+from engines.tensorrt_llm_subject import engine_config, started
+
+health.ANSWER_S = 0.5
+
+async def main():
+    async with started(engine_config(sys.argv[1])):
+        print("started", flush=True)
+        time.sleep(60)  # as in a message to a dead rank
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+async def test_a_process_whose_event_loop_is_stuck_in_a_dead_engine_ends(model: Path) -> None:
+    tests = Path(__file__).parents[1]
+    folders = [str(tests), str(tests / "trtllm_double"), *(p for p in sys.path if p)]
+    environment = {
+        **os.environ,
+        "TRTLLM_DOUBLE_SCRIPT": json.dumps({"dies_idle_after_s": 0.2}),
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STUCK_SCRIPT, str(model), env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), 50)
+    assert out.split() == [b"started"]
+    assert process.returncode == EXIT_STUCK
 
 
 @pytest.mark.asyncio
