@@ -124,7 +124,7 @@ class TensorRTLLMEngine(Engine):
         return info
 
     def _watch_over_it(self) -> None:
-        self._health = Health(self._llm, self._died)
+        self._health = Health(self._llm, self._died, lambda: self._watch.steps)
         self._own(self._watch.run())
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step | Tokens, None]:
@@ -176,7 +176,8 @@ class TensorRTLLMEngine(Engine):
     async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
         if self._encoder is None:
             raise ClientFault(
-                "pictures of this model are encoded where its prompt is; this worker takes embedding files only"
+                "pictures of this model are encoded where its prompt is; "
+                "this worker takes embedding files only"
             )
         with self._watch.flight() as flight:
             encoded = await self._encoder.encode(images)

@@ -24,18 +24,20 @@ LOOK_S = 0.25
 """How often the notes are read; a read of three attributes."""
 ASK_S = 2.0
 """How often the library is asked; a message within this machine."""
-ANSWER_S = 5.0
-"""An engine that has not answered by then is as good as dead; so is an event loop that has not heard of
-the death by then."""
+ANSWER_S = 6.0
+"""An engine that neither answers nor makes a step for so long is as good as dead; so is an event loop that has
+not heard of the death by then."""
 
 
 class Health:
     """Looks after one engine from its construction to its end, and reports its death once, on the event
     loop."""
 
-    def __init__(self, llm: Any, on_death: Callable[[str], None]) -> None:
+    def __init__(self, llm: Any, on_death: Callable[[str], None], steps: Callable[[], int]) -> None:
+        """`steps` counts what the engine has done for requests: while it grows, the engine lives."""
         self._llm = llm
         self._on_death = on_death
+        self._steps = steps
         self._loop = asyncio.get_running_loop()
         self._closed = threading.Event()
         self._heard = threading.Event()
@@ -63,19 +65,17 @@ class Health:
         self._closed.set()
 
     def _look(self) -> None:
+        """Silence is counted in looks: a process that stood still as a whole has not waited for an answer."""
+        silent, seen = 0, self._steps()
         while not self._closed.wait(LOOK_S):
-            cause = self.cause_of_death() or self._silence()
+            heard = self._asked_at is None or self._steps() != seen
+            silent, seen = 0 if heard else silent + 1, self._steps()
+            cause = self.cause_of_death() or ("it does not answer" if silent * LOOK_S >= ANSWER_S else None)
             if cause is not None:
                 self._report(cause)
                 return
             if self._asked_at is None and time.monotonic() - self._answered_at >= ASK_S:
                 self._ask(lambda: None)
-
-    def _silence(self) -> str | None:
-        asked_at = self._asked_at
-        return (
-            "it does not answer" if asked_at is not None and time.monotonic() - asked_at >= ANSWER_S else None
-        )
 
     def _ask(self, then: Callable[[], object]) -> None:
         def ask() -> None:

@@ -28,7 +28,8 @@ NO_TEXT = "embeddings need the rendered prompt beside its token ids, as Dynamo's
 class EngineInputs(NamedTuple):
     """What `generate_async` gets, and fields for the `DisaggregatedParams` beside it.
 
-    `keep` holds tensors that handles point to: copies, since a handle shares memory, that live as long as the request.
+    `keep` holds tensors that handles point to: copies, since a handle shares memory, that live as long as the
+    request.
     """
 
     inputs: dict[str, Any]
