@@ -280,12 +280,19 @@ def find_script_faults(script: Mapping[str, Any]) -> Iterator[str]:
             yield f"double.{name} {value!r} must be {_SCRIPT_KINDS[kinds[name][0]]}"
 
 
-_SCRIPT_KINDS = {"int": "a whole number of at least 0", "float": "a number of at least 0", "bool": "true or false"}
+_SCRIPT_KINDS = {
+    "int": "a whole number of at least 0",
+    "float": "a number of at least 0",
+    "bool": "true or false",
+    "str": "a text",
+}
 
 
 def _is_of(value: Any, kinds: Sequence[str]) -> bool:
     if value is None or isinstance(value, bool):
         return ("None" if value is None else "bool") in kinds
+    if isinstance(value, str):
+        return "str" in kinds
     allowed = (int, float) if "float" in kinds else (int,) if "int" in kinds else ()
     return isinstance(value, allowed) and math.isfinite(value) and value >= 0
 
