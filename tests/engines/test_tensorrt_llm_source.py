@@ -1,4 +1,5 @@
-"""The reader of TensorRT-LLM's source, over small trees in the shapes of each release: facts, differences, and every rule."""
+"""The reader of TensorRT-LLM's source, over small trees in the shapes of each release: facts, differences,
+and every rule."""
 
 from __future__ import annotations
 
@@ -25,90 +26,171 @@ NEW_ONLY = VERSIONS[1:]
 TAKEN_BACK: Mapping[str, tuple[tuple[str, ...], str, str, str, str]] = {
     # rule: releases, file, what the library has, what it has instead, the form that is told
     "constructor": (
-        SAME_FOR_ALL, "llmapi/llm.py", "tokenizer_revision=None, **kwargs", "tokenizer_revision=None",
-        "model, tokenizer, tokenizer_mode, skip_tokenizer_init, trust_remote_code, tensor_parallel_size, dtype, revision, "
+        SAME_FOR_ALL,
+        "llmapi/llm.py",
+        "tokenizer_revision=None, **kwargs",
+        "tokenizer_revision=None",
+        "model, tokenizer, tokenizer_mode, skip_tokenizer_init, trust_remote_code, tensor_parallel_size, "
+        "dtype, revision, "
         "tokenizer_revision",
     ),
     "request-options": (
-        SAME_FOR_ALL, "llmapi/llm.py", "    def generate_async(", "    async def generate_async(", "a coroutine",
+        SAME_FOR_ALL,
+        "llmapi/llm.py",
+        "    def generate_async(",
+        "    async def generate_async(",
+        "a coroutine",
     ),
     "preprocess": (
-        NEW_ONLY, "llmapi/llm.py", "inputs, sampling_params=None, disaggregated_params=None):", "inputs, params=None):",
+        NEW_ONLY,
+        "llmapi/llm.py",
+        "inputs, sampling_params=None, disaggregated_params=None):",
+        "inputs, params=None):",
         "without sampling_params, disaggregated_params",
     ),
     "sampling-fields": (
-        SAME_FOR_ALL, "sampling_params.py", "    min_tokens: Optional[int] = None\n", "", "without min_tokens",
+        SAME_FOR_ALL,
+        "sampling_params.py",
+        "    min_tokens: Optional[int] = None\n",
+        "",
+        "without min_tokens",
     ),
     "output-fields": (
-        SAME_FOR_ALL, "executor/result.py", "    stop_reason: Optional[Union[int, str]] = None\n", "", "without stop_reason",
+        SAME_FOR_ALL,
+        "executor/result.py",
+        "    stop_reason: Optional[Union[int, str]] = None\n",
+        "",
+        "without stop_reason",
     ),
     "result-methods": (
-        SAME_FOR_ALL, "executor/result.py", "    async def aresult(self): ...\n", "", "without aresult",
+        SAME_FOR_ALL,
+        "executor/result.py",
+        "    async def aresult(self): ...\n",
+        "",
+        "without aresult",
     ),
     "request-error": (
-        SAME_FOR_ALL, "executor/utils.py", "RequestError(RuntimeError)", "RequestError(BaseException)", "BaseException",
+        SAME_FOR_ALL,
+        "executor/utils.py",
+        "RequestError(RuntimeError)",
+        "RequestError(BaseException)",
+        "BaseException",
     ),
     "stop-words-under-ignore-eos": (
-        SAME_FOR_ALL, "executor/base_worker.py", "else request.sampling_params.end_id,", "else self.eos,",
+        SAME_FOR_ALL,
+        "executor/base_worker.py",
+        "else request.sampling_params.end_id,",
+        "else self.eos,",
         "end id changed",
     ),
     "request-ids": (
-        NEW_ONLY, "llmapi/disagg_utils.py", "node_id: int, process_id: int = 0", "node_id: int, rack_id: int",
+        NEW_ONLY,
+        "llmapi/disagg_utils.py",
+        "node_id: int, process_id: int = 0",
+        "node_id: int, rack_id: int",
         "also wants rack_id",
     ),
     "request-id-ranges": (
-        NEW_ONLY, "llmapi/disagg_utils.py", "PROCESS_ID_BITS = 6", "PROCESS_ID_BITS = 4", "8 bits of node, 4 of process",
+        NEW_ONLY,
+        "llmapi/disagg_utils.py",
+        "PROCESS_ID_BITS = 6",
+        "PROCESS_ID_BITS = 4",
+        "8 bits of node, 4 of process",
     ),
     "disaggregated-fields": (
-        SAME_FOR_ALL, "disaggregated_params.py", "    mrope_position_deltas_handle: Optional[Dict[str, Any]] = None\n", "",
+        SAME_FOR_ALL,
+        "disaggregated_params.py",
+        "    mrope_position_deltas_handle: Optional[Dict[str, Any]] = None\n",
+        "",
         "without mrope_position_deltas_handle",
     ),
     "tensor-handles": (
-        SAME_FOR_ALL, "_torch/shared_tensor/shared_tensor.py", "dump_to_dict", "to_dict", "without dump_to_dict",
+        SAME_FOR_ALL,
+        "_torch/shared_tensor/shared_tensor.py",
+        "dump_to_dict",
+        "to_dict",
+        "without dump_to_dict",
     ),
     "transceiver-runtime": (
-        ("1.3.0rc29",), "llmapi/llm_args.py", '"auto"]] = Field(default="auto")', '"auto"]] = Field(default="RUST")', "RUST",
+        ("1.3.0rc29",),
+        "llmapi/llm_args.py",
+        '"auto"]] = Field(default="auto")',
+        '"auto"]] = Field(default="RUST")',
+        "RUST",
     ),
     "prompt-beside-handles": (
-        SAME_FOR_ALL, "_torch/models/modeling_qwen2vl.py", 'text_prompt = inputs.get("prompt")', PREFILL_READS_MORE,
+        SAME_FOR_ALL,
+        "_torch/models/modeling_qwen2vl.py",
+        'text_prompt = inputs.get("prompt")',
+        PREFILL_READS_MORE,
         "also reads image_grid",
     ),
     "mrope-deltas": (
-        SAME_FOR_ALL, "_torch/models/modeling_qwen2vl.py", "dtype=torch.int32", "dtype=torch.int64", "int64",
+        SAME_FOR_ALL,
+        "_torch/models/modeling_qwen2vl.py",
+        "dtype=torch.int32",
+        "dtype=torch.int64",
+        "int64",
     ),
     "fast-path-flag": (
-        NEW_ONLY, "inputs/registry.py", "    supports_token_id_mm_expansion: ClassVar[bool] = False\n",
-        "    def supports_token_id_mm_expansion(self, ids): ...\n", "a method",
+        NEW_ONLY,
+        "inputs/registry.py",
+        "    supports_token_id_mm_expansion: ClassVar[bool] = False\n",
+        "    def supports_token_id_mm_expansion(self, ids): ...\n",
+        "a method",
     ),
     "split-flag": (
-        SAME_FOR_ALL, "inputs/registry.py", '"support_mm_disagg"', '"supports_disagg"', "supports_disagg",
+        SAME_FOR_ALL,
+        "inputs/registry.py",
+        '"support_mm_disagg"',
+        '"supports_disagg"',
+        "supports_disagg",
     ),
     "llama4-embeddings": (
-        SAME_FOR_ALL, "_torch/models/modeling_llama.py", "m['image_special_tokens']", "m['special_tokens']",
+        SAME_FOR_ALL,
+        "_torch/models/modeling_llama.py",
+        "m['image_special_tokens']",
+        "m['special_tokens']",
         "image_special_token_offsets, mm_embeddings, special_tokens",
     ),
     "embedding-files": (
-        SAME_FOR_ALL, "inputs/registry.py", "attach_multimodal_embeddings", "attach",
+        SAME_FOR_ALL,
+        "inputs/registry.py",
+        "attach_multimodal_embeddings",
+        "attach",
         "not Llama4ForConditionalGeneration",
     ),
     "split-models": (
-        SAME_FOR_ALL, "_torch/models/modeling_qwen2vl.py", "@support_multimodal_disaggregated\n", "",
+        SAME_FOR_ALL,
+        "_torch/models/modeling_qwen2vl.py",
+        "@support_multimodal_disaggregated\n",
+        "",
         "not Qwen2_5_VLForConditionalGeneration",
     ),
     "placeholders": (
-        SAME_FOR_ALL, "_torch/models/modeling_llama.py", "<|image|>", "<|picture|>",
+        SAME_FOR_ALL,
+        "_torch/models/modeling_llama.py",
+        "<|image|>",
+        "<|picture|>",
         "Llama4ForConditionalGeneration writes <|picture|>",
     ),
     "encoder-methods": (
-        SAME_FOR_ALL, "llmapi/mm_encoder.py", "def generate_async(self, inputs,", "async def generate_async(self, inputs,",
+        SAME_FOR_ALL,
+        "llmapi/mm_encoder.py",
+        "def generate_async(self, inputs,",
+        "async def generate_async(self, inputs,",
         "generate_async is a coroutine",
     ),
     "health": (
-        SAME_FOR_ALL, "llmapi/llm.py", "def _check_health(self)", "def _is_well(self)", "neither noted nor asked",
+        SAME_FOR_ALL,
+        "llmapi/llm.py",
+        "def _check_health(self)",
+        "def _is_well(self)",
+        "neither noted nor asked",
     ),
     "executor-attribute": (SAME_FOR_ALL, "llmapi/llm.py", "_executor", "_engine", "another name"),
     "kv-event-fields": (SAME_FOR_ALL, "_utils.py", '"parent_hash"', '"parent"', "without parent_hash"),
-}  # fmt: skip
+}
 """Each rule, taken back in a tree. Two of them need a second change, made in `taken_back`."""
 
 
@@ -185,14 +267,24 @@ def test_a_file_that_no_python_can_parse_is_named_and_its_rules_are_not_found(
 def test_fields_defaults_and_choices_are_read_as_the_library_declares_them(tmp_path: Path) -> None:
     facts = read(write(tmp_path, files_of("1.3.0rc29"))).facts
     assert dict(facts.groups["LLM arguments"]) == {
-        "model": REQUIRED, "tokenizer_mode": "auto", "kv_cache_config": MADE, "scheduler_config": MADE,
-        "cache_transceiver_config": None, "speculative_config": None, "_mpi_session": None, "max_batch_size": 2048,
-        "attn_backend": "TRTLLM", "load_format": MADE,
-    }  # fmt: skip
+        "model": REQUIRED,
+        "tokenizer_mode": "auto",
+        "kv_cache_config": MADE,
+        "scheduler_config": MADE,
+        "cache_transceiver_config": None,
+        "speculative_config": None,
+        "_mpi_session": None,
+        "max_batch_size": 2048,
+        "attn_backend": "TRTLLM",
+        "load_format": MADE,
+    }
     assert facts.groups["kv_cache_config"] == {
-        "enable_block_reuse": True, "free_gpu_memory_fraction": 0.9, "tokens_per_block": 32, "block_reuse_config": MADE,
+        "enable_block_reuse": True,
+        "free_gpu_memory_fraction": 0.9,
+        "tokens_per_block": 32,
+        "block_reuse_config": MADE,
         "use_kv_cache_manager_v2": "auto",
-    }  # fmt: skip
+    }
     assert "speculative_config" not in facts.groups
     assert facts.choices["cache_transceiver_config.backend"] == (
         "DEFAULT",
@@ -203,8 +295,10 @@ def test_fields_defaults_and_choices_are_read_as_the_library_declares_them(tmp_p
         None,
     )
     assert facts.choices["scheduler_config.capacity_scheduler_policy"] == (
-        "MAX_UTILIZATION", "GUARANTEED_NO_EVICT", "STATIC_BATCH",
-    )  # fmt: skip
+        "MAX_UTILIZATION",
+        "GUARANTEED_NO_EVICT",
+        "STATIC_BATCH",
+    )
     assert facts.choices["scheduler_config.waiting_queue_policy"] == ("fcfs", "priority")
     assert facts.choices["load_format"] == ("auto", "dummy", "vision_only", "gms")
     assert "attn_backend" not in facts.choices
@@ -286,13 +380,19 @@ def test_a_tree_with_exactly_what_is_recorded_differs_in_nothing(tmp_path: Path,
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("    max_tokens: object = 32", "    max_tokens: object = 64",
-         "SamplingParams: default of max_tokens is 64 in the source, 32 in the record"),
+        (
+            "    max_tokens: object = 32",
+            "    max_tokens: object = 64",
+            "SamplingParams: default of max_tokens is 64 in the source, 32 in the record",
+        ),
         ("    top_k: object = None\n", "", "SamplingParams: only in the record: top_k"),
-        ("    top_k: object = None\n", "    top_k: object = None\n    top_z: object = 0\n",
-         "SamplingParams: only in the source: top_z"),
+        (
+            "    top_k: object = None\n",
+            "    top_k: object = None\n    top_z: object = 0\n",
+            "SamplingParams: only in the source: top_z",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_changed_fact_is_one_difference_that_names_both_sides(
     tmp_path: Path, old: str, new: str, told: str
 ) -> None:
@@ -353,8 +453,8 @@ def test_another_release_can_be_asked_for_and_forms_that_the_adapter_also_takes_
     assert main([str(tmp_path), "--release", "1.2.1"]) == 0
     printed = capsys.readouterr().out
     assert (
-        "  other form request-ids                  node and process\n    recorded: none; the adapter takes either"
-        in printed
+        "  other form request-ids                  node and process\n    recorded: none; the adapter takes "
+        "either" in printed
     )
 
 

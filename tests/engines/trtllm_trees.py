@@ -1,7 +1,7 @@
 """Small source trees of TensorRT-LLM, in the shapes of each recorded release, for the reader of the source.
 
-Names, defaults, decorators and signatures are those of the library; bodies are cut down to what a reader can see.
-Nothing of a tree can be imported: the package raises.
+Names, defaults, decorators and signatures are those of the library; bodies are cut down to what a reader
+can see. Nothing of a tree can be imported: the package raises.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 VERSIONS = ("1.2.1", "1.3.0rc29", "1.4.0rc2")
 
-LLM_ARGS = '''
+LLM_ARGS = """
 import os
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Dict, List, Literal, Optional, TypeAlias, Union
@@ -65,7 +65,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
     max_matching_ngram_size: int = 0
 
 
-SpeculativeConfig: TypeAlias = Annotated[Union[EagleDecodingConfig, NGramDecodingConfig], Field(discriminator="x")]
+SpeculativeConfig: TypeAlias = Annotated[
+    Union[EagleDecodingConfig, NGramDecodingConfig], Field(discriminator="x")]
 
 
 @PybindMirror.mirror_pybind_fields(_KvCacheConfig)
@@ -115,13 +116,14 @@ class TorchLlmArgs(BaseLlmArgs):
     @property
     def quant_config(self):
         return self._quant_config
-'''
-BLOCK_REUSE = '''
+"""
+RUNTIME = '    transceiver_runtime: Optional[Literal["CPP", "PYTHON", "auto"]] = Field(default="auto")\n'
+BLOCK_REUSE = """
 class BlockReuseConfig(StrictBaseModel):
     policy: Literal["all_reusable", "per_request", "per_conversation"] = "all_reusable"
     max_num_turns: Annotated[int, Gt(gt=0)] = 1
-'''
-LLM = '''
+"""
+LLM = """
 from ..executor import GenerationExecutor
 
 
@@ -179,8 +181,8 @@ class LLM(_TorchLLM):
                  trust_remote_code=False, tensor_parallel_size=1, dtype="auto", revision=None,
                  tokenizer_revision=None, **kwargs) -> None:
         super().__init__(model, tokenizer, **kwargs)
-'''
-MM_ENCODER = '''
+"""
+MM_ENCODER = """
 from .llm import BaseLLM, RequestOutput, _TorchLLM
 
 
@@ -193,8 +195,8 @@ class MultimodalEncoder(_TorchLLM):
     def generate(self, inputs, sampling_params=None, *, use_tqdm: bool = True): ...
 
     def generate_async(self, inputs, sampling_params=None): ...
-'''
-DISAGG_UTILS = '''
+"""
+DISAGG_UTILS = """
 DISAGG_TIMESTAMP_BITS = 39
 DISAGG_NODE_ID_BITS = 8
 DISAGG_PROCESS_ID_BITS = 6
@@ -203,8 +205,8 @@ DISAGG_PROCESS_ID_BITS = 6
 def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:
     if node_id not in range(0, 1 << DISAGG_NODE_ID_BITS):
         raise ValueError("node_id must be in range")
-'''
-SAMPLING_PARAMS = '''
+"""
+SAMPLING_PARAMS = """
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
     json: Optional[Union[str, BaseModel, dict]] = None
@@ -237,8 +239,8 @@ class SamplingParams:
     detokenize: bool = True
     add_special_tokens: bool = True
     _stop_word_ids: Optional[List[List[int]]] = field(default=None, init=False, repr=False)
-'''
-DISAGGREGATED_PARAMS = '''
+"""
+DISAGGREGATED_PARAMS = """
 @dataclass(slots=True, kw_only=True)
 class DisaggregatedParams:
     request_type: Optional[str] = None
@@ -252,8 +254,8 @@ class DisaggregatedParams:
     multimodal_hashes: Optional[List[List[int]]] = None
     mrope_position_ids_handle: Optional[Dict[str, Any]] = None
     mrope_position_deltas_handle: Optional[Dict[str, Any]] = None
-'''
-RESULT = '''
+"""
+RESULT = """
 @dataclass(slots=True)
 class CompletionOutput:
     index: int
@@ -274,8 +276,8 @@ class GenerationResult(GenerationResultBase):
     async def aresult(self): ...
     def __aiter__(self): ...
     async def __anext__(self): ...
-'''
-BASE_WORKER = '''
+"""
+BASE_WORKER = """
 class BaseWorker(GenerationExecutor):
 
     def _enqueue_request(self, request):
@@ -285,8 +287,8 @@ class BaseWorker(GenerationExecutor):
             stop_words=[] if request.sampling_params.ignore_eos else
             request.sampling_params._get_stop_words(),
         )
-'''
-EXECUTOR = '''
+"""
+EXECUTOR = """
 class GenerationExecutor(ABC):
 
     def __init__(self):
@@ -296,8 +298,8 @@ class GenerationExecutor(ABC):
         return self._fatal_error is None
 
     def is_shutdown(self) -> bool: ...
-'''
-UTILS = '''
+"""
+UTILS = """
 class KVCacheEventSerializer:
 
     @staticmethod
@@ -308,8 +310,8 @@ class KVCacheEventSerializer:
     @staticmethod
     def _removed_to_json(data):
         return {"type": "removed", "block_hashes": data.block_hashes}
-'''
-REGISTRY = '''
+"""
+REGISTRY = """
 class BaseMultimodalInputProcessor(ABC):
 
     supports_token_id_mm_expansion: ClassVar[bool] = False
@@ -323,8 +325,8 @@ def support_multimodal_disaggregated(model_cls):
     setattr(processor_cls, "support_mm_disagg", True)
     setattr(model_cls, "support_mm_disagg", True)
     return model_cls
-'''
-SHARED_TENSOR = '''
+"""
+SHARED_TENSOR = """
 class SharedTensorContainer:
 
     @classmethod
@@ -335,8 +337,8 @@ class SharedTensorContainer:
 
     def dump_to_dict(self): ...
     def get_local_view(self): ...
-'''
-QWEN = '''
+"""
+QWEN = """
 from ...inputs.registry import BaseMultimodalInputProcessor
 
 
@@ -383,8 +385,8 @@ class Qwen2VLModel(Qwen2VLModelBase): ...
         placeholder_map={"image": "<|vision_start|><|image_pad|><|vision_end|>"},
     ))
 class Qwen2_5_VLModel(Qwen2VLModelBase): ...
-'''
-LLAVA = '''
+"""
+LLAVA = """
 from ...inputs.registry import BaseMultimodalInputProcessor
 
 _PLACEHOLDERS = MultimodalPlaceholderMetadata(placeholder_map={"image": "<image>"})
@@ -402,10 +404,11 @@ class LlavaNextInputProcessor(BaseMultimodalInputProcessor):
 
 @support_multimodal_disaggregated
 @register_auto_model("LlavaNextForConditionalGeneration")
-@register_input_processor(LlavaNextInputProcessor, model_type="llava_next", placeholder_metadata=_PLACEHOLDERS)
+@register_input_processor(
+    LlavaNextInputProcessor, model_type="llava_next", placeholder_metadata=_PLACEHOLDERS)
 class LlavaNextModel(PreTrainedModel): ...
-'''
-LLAMA = '''
+"""
+LLAMA = """
 from ...inputs.registry import BaseMultimodalInputProcessor
 
 
@@ -426,7 +429,7 @@ class Llama4InputProcessor(BaseMultimodalInputProcessor):
     model_type="llama4",
     placeholder_metadata=MultimodalPlaceholderMetadata(placeholder_map={"image": "<|image|>"}))
 class Llama4ForConditionalGeneration(SpecDecOneEngineForCausalLM): ...
-'''
+"""
 NOT_IMPORTABLE = 'raise ImportError("needs compiled parts")\n'
 
 Files = dict[str, str]
@@ -458,18 +461,29 @@ def files_of(version: str) -> Files:
         "_torch/models/modeling_llama.py": LLAMA,
     }
     if version.startswith("1.4"):
-        change(files, "llmapi/llm_args.py", '"auto"]] = Field(default="auto")', '"auto"]] = Field(default="PYTHON")')
+        change(files, "llmapi/llm_args.py", RUNTIME, RUNTIME.replace('default="auto"', 'default="PYTHON"'))
     if version.startswith("1.2"):
         _as_in_12(files)
     return files
 
 
 def _as_in_12(files: Files) -> None:
-    """No request ids, no `preprocess`, no fast path, C++ transceiver only, stop words stay under `ignore_eos`."""
+    """No request ids, no `preprocess`, no fast path, C++ transceiver only, stop words stay under
+    `ignore_eos`."""
     args = "llmapi/llm_args.py"
-    change(files, args, '    transceiver_runtime: Optional[Literal["CPP", "PYTHON", "auto"]] = Field(default="auto")\n', "")
-    change(files, args, "    block_reuse_config: BlockReuseConfig = Field(default_factory=BlockReuseConfig)\n", "")
-    change(files, args, '    use_kv_cache_manager_v2: bool | Literal["auto"] = "auto"\n', "    onboard_blocks: bool = True\n")
+    change(files, args, RUNTIME, "")
+    change(
+        files,
+        args,
+        "    block_reuse_config: BlockReuseConfig = Field(default_factory=BlockReuseConfig)\n",
+        "",
+    )
+    change(
+        files,
+        args,
+        '    use_kv_cache_manager_v2: bool | Literal["auto"] = "auto"\n',
+        "    onboard_blocks: bool = True\n",
+    )
     change(files, args, "    GMS = 3\n", "")
     change(files, args, "default=60000", "default=None, gt=0")
     change(files, "llmapi/disagg_utils.py", DISAGG_UTILS, "class ServerRole: ...\n")
@@ -485,7 +499,12 @@ def _as_in_12(files: Files) -> None:
     change(files, "llmapi/llm.py", "conversation_params=None, ", "")
     change(files, "llmapi/llm.py", ", priority: float = 0.5", "")
     change(files, "llmapi/llm.py", "self._executor.check_health()", "not self._executor.is_shutdown()")
-    change(files, "executor/executor.py", EXECUTOR, "class GenerationExecutor(ABC):\n    def is_shutdown(self): ...\n")
+    change(
+        files,
+        "executor/executor.py",
+        EXECUTOR,
+        "class GenerationExecutor(ABC):\n    def is_shutdown(self): ...\n",
+    )
     change(
         files,
         "executor/base_worker.py",

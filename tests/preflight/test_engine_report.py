@@ -125,7 +125,8 @@ def test_a_library_that_hangs_or_dies_costs_its_stages_only(
         "picture: not tried: the model is checked as a text model; --modality multimodal would try pictures",
         f"prefill and decode: {outcome}",
         *(
-            f"{stage}: not tried: the model is checked as a text model; --modality multimodal would try pictures"
+            f"{stage}: not tried: the model is checked as a text model; --modality multimodal would try "
+            f"pictures"
             for stage in STAGES[3:]
         ),
     ]
@@ -225,7 +226,8 @@ from tensorrt_llm.llmapi import KvCacheConfig
 
 
 class TorchLlmArgs:
-    model_fields = {"model": None, "glitter": None, "kv_cache_config": types.SimpleNamespace(annotation=KvCacheConfig)}
+    cache = types.SimpleNamespace(annotation=KvCacheConfig)
+    model_fields = {"model": None, "glitter": None, "kv_cache_config": cache}
 """
 
 

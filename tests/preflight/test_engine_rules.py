@@ -33,11 +33,14 @@ def faults(tmp_path: Path, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["UCX", "MOONCAKE", "MPI"])
-def test_the_python_transceiver_with_a_backend_that_it_does_not_have_is_refused(tmp_path: Path, backend: str) -> None:
+def test_the_python_transceiver_with_a_backend_that_it_does_not_have_is_refused(
+    tmp_path: Path, backend: str
+) -> None:
     section = "cache_transceiver_config"
     assert faults(tmp_path, *PREFILL, backend, RUNTIME, "PYTHON") == [
         f"{said(f'{section}.transceiver_runtime', 'PYTHON')} moves KV caches by NIXL only, and "
-        f"{said(f'{section}.backend', backend)}: set the backend to NIXL, or transceiver_runtime to CPP, on prefill and "
+        f"{said(f'{section}.backend', backend)}: set the backend to NIXL, or transceiver_runtime to CPP, "
+        f"on prefill and "
         "decode"
     ]
 
@@ -92,7 +95,8 @@ def test_a_disk_cache_needs_a_directory_that_exists(tmp_path: Path) -> None:
 def test_an_engine_that_generates_nothing_is_refused(tmp_path: Path, name: str, role: str) -> None:
     roles = ["--disaggregation-mode", role, "--trtllm.cache_transceiver_config.backend", "NIXL"]
     assert faults(tmp_path, f"--trtllm.{name}", "true", *roles) == [
-        f"{said(name, 'True')} leaves an engine that generates no text: remove it, and use --disaggregation-mode encode "
+        f"{said(name, 'True')} leaves an engine that generates no text: remove it, and use "
+        f"--disaggregation-mode encode "
         "for a worker that encodes images"
     ]
 
@@ -115,7 +119,8 @@ def test_shared_weights_and_balanced_experts_exclude_each_other(tmp_path: Path) 
         (
             {"ai-dynamo": "1.7.0", "ai-dynamo-runtime": "1.7.0"},
             [
-                "note: ai-dynamo 1.7.0 and ai-dynamo-runtime 1.7.0 are installed, and this package was tested with 1.6 "
+                "note: ai-dynamo 1.7.0 and ai-dynamo-runtime 1.7.0 are installed, and this package was "
+                "tested with 1.6 "
                 "only"
             ],
         ),
@@ -126,7 +131,8 @@ def test_shared_weights_and_balanced_experts_exclude_each_other(tmp_path: Path) 
         (
             {"tensorrt_llm": "1.4.0rc7"},
             [
-                "note: TensorRT-LLM 1.4.0rc7 is not recorded: compared with the nearest record, 1.4.0rc2; what it takes is "
+                "note: TensorRT-LLM 1.4.0rc7 is not recorded: compared with the nearest record, 1.4.0rc2; "
+                "what it takes is "
                 "asked of it when the engine starts"
             ],
         ),

@@ -1,7 +1,9 @@
-"""`python -m dynamo.trtllm.sidecar`: the launcher of that name in `ai-dynamo`, which this package lies in front of.
+"""`python -m dynamo.trtllm.sidecar`: the launcher of that name in `ai-dynamo`, which this package lies in
+front of.
 
-Run as a program, this package first steps aside, so that all of `dynamo.trtllm` is theirs in that process, as if it were alone.
-Imported, this module becomes theirs and nothing else of their `dynamo.trtllm` is seen.
+Run as a program, this package first steps aside, so that all of `dynamo.trtllm` is theirs in that process,
+as if it were alone. Imported, this module becomes theirs and nothing else of their `dynamo.trtllm` is
+seen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What TensorRT-LLM refuses of engine arguments that do not fit each other: its own validators across fields, asked beforehand.
+"""What TensorRT-LLM refuses of engine arguments that do not fit each other: its own validators across fields,
+asked beforehand.
 
-Sources: the validators in `llmapi/llm_args.py` (record keys M121, S-args13), the documentation of `CacheTransceiverConfig` (D27,
-D141), and what the transceiver raises when it is made.
+Sources: the validators in `llmapi/llm_args.py` (record keys M121, S-args13), the documentation of
+`CacheTransceiverConfig` (D27, D141), and what the transceiver raises when it is made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _PIPELINED = {
 
 
 def find_engine_faults(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
-    """One sentence for each pair of engine arguments that the library would refuse, or that leaves nothing to serve."""
+    """One sentence for each pair of engine arguments that the library would refuse, or that leaves nothing
+    to serve."""
     if config.engine.kind is EngineKind.TENSORRT_LLM:
         for rule in _RULES:
             yield from rule(config.engine.args, config.engine.origins)
@@ -39,7 +41,8 @@ def _runtime(args: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[st
     if backend and str(runtime).upper() == "PYTHON" and str(backend).upper() not in _PYTHON_BACKENDS:
         said = _said(args, origins, f"{_TRANSCEIVER}.transceiver_runtime")
         yield (
-            f"{said} moves KV caches by NIXL only, and {_said(args, origins, f'{_TRANSCEIVER}.backend')}: set the backend to "
+            f"{said} moves KV caches by NIXL only, and {_said(args, origins, f'{_TRANSCEIVER}.backend')}: "
+            f"set the backend to "
             "NIXL, or transceiver_runtime to CPP, on prefill and decode"
         )
 
@@ -65,7 +68,8 @@ def _disk_cache(args: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator
     if not path:
         yield f"{said} needs kv_cache_config.disk_cache_path: name a directory on a local disk"
     elif not Path(str(path)).is_dir():
-        yield f"{_said(args, origins, 'kv_cache_config.disk_cache_path')} is no directory on this machine: make it first"
+        said = _said(args, origins, "kv_cache_config.disk_cache_path")
+        yield f"{said} is no directory on this machine: make it first"
 
 
 def _nothing_to_serve(args: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
@@ -80,7 +84,8 @@ def _nothing_to_serve(args: Mapping[str, Any], origins: Mapping[str, str]) -> It
 def _shared_weights(args: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     if str(args.get("load_format")).lower() == "gms" and find_value(args, "moe_config.load_balancer"):
         yield (
-            f"{_said(args, origins, 'load_format')} cannot be used with moe_config.load_balancer, whose weights are not "
+            f"{_said(args, origins, 'load_format')} cannot be used with moe_config.load_balancer, whose "
+            f"weights are not "
             "shared: remove one of them"
         )
 

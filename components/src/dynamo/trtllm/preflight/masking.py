@@ -18,7 +18,8 @@ _KNOWN_FORM = re.compile(
 
 
 def mask(value: Any, name: str = "") -> Any:
-    """`value` without secrets: those under a name that says so, credentials in URLs, and keys of a form that is known."""
+    """`value` without secrets: those under a name that says so, credentials in URLs, and keys of a form
+    that is known."""
     if isinstance(value, Mapping):
         return {key: mask(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

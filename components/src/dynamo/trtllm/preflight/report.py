@@ -1,7 +1,8 @@
 """`--engine-report`: what a person needs to send with a report of a bug, without secrets.
 
-TensorRT-LLM's source beside the record and by the rules, its signatures as an import shows them, the configuration, and a request
-through each stage. Whatever imports or loads is a process of its own; what could not be tried is said.
+TensorRT-LLM's source beside the record and by the rules, its signatures as an import shows them, the
+configuration, and a request through each stage. Whatever imports or loads is a process of its own; what
+could not be tried is said.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ NOT_INSTALLED = "TensorRT-LLM is not installed here"
 
 
 def engine_report(config: WorkerConfig, environment: Mapping[str, str]) -> Iterator[str]:
-    """The report, line by line as it comes. Says so where TensorRT-LLM is missing or cannot be read or imported."""
+    """The report, line by line as it comes. Says so where TensorRT-LLM is missing or cannot be read or
+    imported."""
     yield "engine report"
     yield from _section("versions", _versions())
     if util.find_spec(LIBRARY) is None:
@@ -56,7 +58,8 @@ def _section(title: str, lines: Iterator[str] | list[str]) -> Iterator[str]:
 
 def _versions() -> Iterator[str]:
     found = {package: installed(package) or "not installed" for package in _PACKAGES}
-    yield f"dynamo-trtllm {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    machine = f"{platform.system()} {platform.machine()}"
+    yield f"dynamo-trtllm {__version__}, Python {platform.python_version()}, {machine}"
     yield ", ".join(f"{package} {version}" for package, version in found.items())
     gpu = find_gpu_memory(None)
     yield f"GPU memory {gpu.gigabytes:.0f} GB, {gpu.source}"
@@ -81,7 +84,8 @@ def _signatures() -> Iterator[str]:
         return
     lines = result.stdout.splitlines()
     if result.returncode or not lines:
-        yield f"TensorRT-LLM cannot be imported: {(result.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        yield f"TensorRT-LLM cannot be imported: {reason}"
         return
     found: dict[str, Any] = json.loads(lines[-1])
     record, note = nearest_release(found["version"])
@@ -105,8 +109,10 @@ def compare_with_record(found: Mapping[str, Any], record: Release) -> Iterator[s
 
 
 def _configuration(config: WorkerConfig, environment: Mapping[str, str]) -> Iterator[str]:
-    """The merged engine arguments with their origins, and variables that change what libraries do; secrets masked."""
-    yield f"{config.role.value}, {config.model.modality.value}, --engine {config.engine.kind.value}, {config.model.path}"
+    """The merged engine arguments with their origins, and variables that change what libraries do; secrets
+    masked."""
+    engine = f"--engine {config.engine.kind.value}"
+    yield f"{config.role.value}, {config.model.modality.value}, {engine}, {config.model.path}"
     for dotted, value in sorted(leaves(mask(config.engine.args))):
         origin = origin_of(config.engine.origins, dotted)
         yield f"{dotted} = {json.dumps(value, default=str)}  ({mask_text(origin)})"

@@ -1,4 +1,5 @@
-"""One group of stages over the installed TensorRT-LLM; `stages` runs this as a process and reads a line for each outcome."""
+"""One group of stages over the installed TensorRT-LLM; `stages` runs this as a process and reads a line
+for each outcome."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ _GROUPS: Mapping[str, Callable[[EngineConfig, Sequence[str]], Awaitable[None]]] 
 async def _start(
     stack: AsyncExitStack, stages: Sequence[str], config: EngineConfig, *roles: Role
 ) -> list[Started]:
-    """Engines of `roles`, closed with `stack`. When one does not start, that is the outcome of all `stages`."""
+    """Engines of `roles`, closed with `stack`. When one does not start, that is the outcome of all
+    `stages`."""
     started: list[Started] = []
     try:
         for role in roles:
@@ -213,7 +215,8 @@ def _picture_request(config: EngineConfig, info: EngineInfo, item: Item) -> Engi
 
 
 def _tokenize(directory: str, text: str) -> list[int] | None:
-    """Ids of `text` by the model's own tokenizer, without special tokens around it; None where it has none."""
+    """Ids of `text` by the model's own tokenizer, without special tokens around it; None where it has
+    none."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
         return None

@@ -1,4 +1,5 @@
-"""A request through each stage of the installed TensorRT-LLM: what `--engine-report` tries, each group in a process of its own.
+"""A request through each stage of the installed TensorRT-LLM: what `--engine-report` tries, each group in a
+process of its own.
 
 A process that hangs or dies costs its own stages and nothing else.
 """
@@ -22,7 +23,8 @@ from dynamo.trtllm.preflight.masking import mask_text
 from dynamo.trtllm.preflight.shape import find_model_directory, find_shape
 
 TIMEOUT_S = 900.0
-"""How long the stages of one group may take together: loading a model from a cold file system takes minutes."""
+"""How long the stages of one group may take together: loading a model from a cold file system takes
+minutes."""
 MARK = "dynamo-trtllm-stage "
 """Starts a line that tells an outcome; libraries print lines of their own."""
 

@@ -22,7 +22,8 @@ def installed(package: str) -> str | None:
 
 
 def untested() -> Iterator[str]:
-    """One sentence for Dynamo and one for TensorRT-LLM, where an installed version is not a tried or recorded one."""
+    """One sentence for Dynamo and one for TensorRT-LLM, where an installed version is not a tried or
+    recorded one."""
     found = {package: version for package in DYNAMO if (version := installed(package)) is not None}
     strange = {package: version for package, version in found.items() if _line(version) not in TESTED_LINES}
     if strange:

@@ -1,6 +1,8 @@
-"""`python -m dynamo.trtllm.engines.tensorrt_llm.read_source PATH`: a tree of TensorRT-LLM's source beside the record.
+"""`python -m dynamo.trtllm.engines.tensorrt_llm.read_source PATH`: a tree of TensorRT-LLM's source beside the
+record.
 
-Exit codes: 0 all rules hold, 1 a rule is broken, 3 none is broken and one could not be looked at, 2 there is no tree.
+Exit codes: 0 all rules hold, 1 a rule is broken, 3 none is broken and one could not be looked at, 2 there
+is no tree.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dynamo.trtllm.engines.tensorrt_llm.read_source",
-        description="Reads TensorRT-LLM's source without importing it, says how it differs from what this package has "
+        description="Reads TensorRT-LLM's source without importing it, says how it differs from what this "
+        "package has "
         "recorded of that release, and judges it by the rules that the adapter relies on.",
-        epilog="Exit codes: 0 all rules hold; 1 a rule is broken; 3 none is broken and at least one could not be looked "
+        epilog="Exit codes: 0 all rules hold; 1 a rule is broken; 3 none is broken and at least one could "
+        "not be looked "
         "at, because its file or definition is not there; 2 there is no source at PATH.",
     )
     parser.add_argument(

@@ -1,9 +1,10 @@
 """What is known of TensorRT-LLM's LLM API, release by release, as data with its sources.
 
-The preflight check, the reader of the library's source and the GPU suite read this record; the adapter itself asks the
-installed library and uses the record only for what a library cannot be asked (models, behaviours). Nothing here imports
-TensorRT-LLM. Names, defaults and choices are what the reader (`dynamo.trtllm.engines.tensorrt_llm.source`) finds in a source
-tree; a behaviour has a source of its own. `README.md` tells which was read where.
+The preflight check, the reader of the library's source and the GPU suite read this record; the adapter
+itself asks the installed library and uses the record only for what a library cannot be asked (models,
+behaviours). Nothing here imports TensorRT-LLM. Names, defaults and choices are what the reader
+(`dynamo.trtllm.engines.tensorrt_llm.source`) finds in a source tree; a behaviour has a source of its own.
+`README.md` tells which was read where.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What TensorRT-LLM does with each multimodal architecture, as far as it was read; the loaded model is asked where it can be."""
+"""What TensorRT-LLM does with each multimodal architecture, as far as it was read; the loaded model is
+asked where it can be."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from typing import Any
 class ModelFacts:
     """What TensorRT-LLM does with one architecture (the first of `architectures` in the model's config.json).
 
-    `encodes_apart`: the library can encode its images in another process (EPD). `attaches_embeddings`: it takes precomputed
-    embeddings beside a text prompt. `placeholder`: what the chat template writes once per image. `around`: text that the model
-    expects around a lone image. `mrope`: three-dimensional positions travel with the hand-off.
+    `encodes_apart`: the library can encode its images in another process (EPD). `attaches_embeddings`: it
+    takes precomputed embeddings beside a text prompt. `placeholder`: what the chat template writes once
+    per image. `around`: text that the model expects around a lone image. `mrope`: three-dimensional
+    positions travel with the hand-off.
     """
 
     modalities: str

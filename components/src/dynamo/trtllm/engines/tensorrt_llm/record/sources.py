@@ -1,6 +1,7 @@
 """Where each recorded fact was read: a key of `SOURCES` stands beside every group and every behaviour.
 
-`README.md` in this folder says release by release which group comes from where, and whether it was read or inferred.
+`README.md` in this folder says release by release which group comes from where, and whether it was read or
+inferred.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ SOURCES: Mapping[str, str] = {
     "S-llava": "tensorrt_llm/_torch/models/modeling_llava_next.py, 1.2 (near)",
     "S-reg": "tensorrt_llm/inputs/registry.py, 1.2 and late 1.3.0rc2x (near)",
     "S-bw": "tensorrt_llm/executor/base_worker.py, about 1.2 and late 1.3.0rc (near)",
-    "S-l4": "tensorrt_llm/_torch/models/modeling_llama.py, 1.1 to 1.3.0rc (near): its input processor attaches embeddings",
+    "S-l4": "tensorrt_llm/_torch/models/modeling_llama.py, 1.1 to 1.3.0rc (near): its input processor "
+    "attaches embeddings",
     "T-mm": "the library's own test of the standalone multimodal encoder, 1.3.0rc (near)",
     "T-lp": "the library's own tests of logprobs, 1.3.0rc (near)",
     "YC": "the library's api_stability references (stable set)",

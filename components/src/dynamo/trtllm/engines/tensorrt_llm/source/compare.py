@@ -15,7 +15,8 @@ BOTH = frozenset({"backend"})
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact that the tree and the record do not share. `kind` is `added`, `removed`, `default` or `choices`."""
+    """One fact that the tree and the record do not share. `kind` is `added`, `removed`, `default` or
+    `choices`."""
 
     group: str
     name: str
@@ -28,7 +29,8 @@ class Difference:
             return f"{self.group}: only in the source: {self.name}"
         if self.kind == "removed":
             return f"{self.group}: only in the record: {self.name}"
-        return f"{self.group}: {self.kind} of {self.name} is {self.found!r} in the source, {self.recorded!r} in the record"
+        sides = f"{self.found!r} in the source, {self.recorded!r} in the record"
+        return f"{self.group}: {self.kind} of {self.name} is {sides}"
 
 
 def recorded_groups(record: Release) -> dict[str, Mapping[str, Any]]:
@@ -88,7 +90,8 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def _compare_choices(facts: SourceFacts, record: Release) -> Iterator[Difference]:
-    """Values of a fixed set. What the tree types as a plain string has none, whatever its documentation lists."""
+    """Values of a fixed set. What the tree types as a plain string has none, whatever its documentation
+    lists."""
     for dotted, recorded in record.choices.items():
         found = facts.choices.get(dotted)
         if found is not None and set(_spelled(found)) != set(_spelled(recorded)):

@@ -33,7 +33,8 @@ _CALLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
-    """`groups`: group -> name -> default. A group whose file or class is not in the tree is missing from it."""
+    """`groups`: group -> name -> default. A group whose file or class is not in the tree is missing from
+    it."""
 
     version: str | None
     groups: Mapping[str, Mapping[str, Any]]

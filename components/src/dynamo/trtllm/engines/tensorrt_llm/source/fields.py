@@ -1,4 +1,5 @@
-"""Fields of pydantic and dataclass configurations, parameters of functions: names, defaults and accepted values."""
+"""Fields of pydantic and dataclass configurations, parameters of functions: names, defaults and accepted
+values."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ENUMS = {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
 
 @dataclass(frozen=True)
 class FieldFact:
-    """One field. `configuration` names the class of its value when that is one class of the tree that has fields itself."""
+    """One field. `configuration` names the class of its value when that is one class of the tree that has
+    fields itself."""
 
     default: Any
     choices: tuple[Any, ...] = ()
@@ -37,7 +39,8 @@ def class_fields(tree: SourceTree, found: Found) -> dict[str, FieldFact]:
 
 
 def parameters(found: Found) -> dict[str, Any]:
-    """Parameters of a function without `self` and `cls` -> default; `*args` and `**kwargs` under their names with stars."""
+    """Parameters of a function without `self` and `cls` -> default; `*args` and `**kwargs` under their
+    names with stars."""
     node = found.node
     if isinstance(node, ast.ClassDef):
         return {}
@@ -55,7 +58,8 @@ def parameters(found: Found) -> dict[str, Any]:
 
 
 def takes_anything(found: Mapping[str, Any]) -> bool:
-    """True: parameters are `*args, **kwargs` and nothing else, so names say nothing of what the function takes."""
+    """True: parameters are `*args, **kwargs` and nothing else, so names say nothing of what the function
+    takes."""
     return bool(found) and all(name.startswith("*") for name in found)
 
 
@@ -172,7 +176,8 @@ def _parts(tree: SourceTree, module: Module, annotation: ast.expr, depth: int = 
 
 
 def _configuration(tree: SourceTree, module: Module, annotation: ast.expr) -> Found | None:
-    """The one class with fields that a value of this annotation is; None when there is none or there are several."""
+    """The one class with fields that a value of this annotation is; None when there is none or there are
+    several."""
     found: list[Found] = []
     for part in _parts(tree, module, annotation):
         name = dotted(part).rpartition(".")[2] if isinstance(part, (ast.Name, ast.Attribute)) else ""

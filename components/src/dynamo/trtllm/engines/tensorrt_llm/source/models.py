@@ -24,7 +24,8 @@ class ModelSource:
     file: str
     processor: str
     splits: bool
-    """True: decorated, or derived from a class that is, so that prefill takes an encode worker's embeddings."""
+    """True: decorated, or derived from a class that is, so that prefill takes an encode worker's
+    embeddings."""
     fast_path: bool
     """True: its input processor expands token ids and never tokenizes again."""
     placeholders: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +81,8 @@ def _decorated(model: Found) -> bool:
 
 
 def class_flag(tree: SourceTree, found: Found, name: str) -> object:
-    """The value of a class attribute, the nearest in the line of inheritance; `"method"` for a function; None for none."""
+    """The value of a class attribute, the nearest in the line of inheritance; `"method"` for a function;
+    None for none."""
     for owner in tree.bases(found):
         for node in owner.node.body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
@@ -115,7 +117,8 @@ def _methods(tree: SourceTree, processor: Found | None) -> Iterator[str]:
 
 
 def _placeholders(tree: SourceTree, model: Found, metadata: ast.expr | None) -> dict[str, str]:
-    """The placeholder map in `MultimodalPlaceholderMetadata(...)`, which may stand under a name of its own."""
+    """The placeholder map in `MultimodalPlaceholderMetadata(...)`, which may stand under a name of its
+    own."""
     if isinstance(metadata, ast.Name):
         metadata = model.module.value(metadata.id)
     if not isinstance(metadata, ast.Call):

@@ -1,4 +1,5 @@
-"""One reading of a source tree: its facts beside a record, and the verdicts of all rules; as text and as JSON."""
+"""One reading of a source tree: its facts beside a record, and the verdicts of all rules; as text and as
+JSON."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from dynamo.trtllm.engines.tensorrt_llm.source.compare import (
     recorded_groups,
 )
 from dynamo.trtllm.engines.tensorrt_llm.source.facts import SourceFacts, read_facts
+from dynamo.trtllm.engines.tensorrt_llm.source.models import ModelSource
 from dynamo.trtllm.engines.tensorrt_llm.source.rules import Outcome, Verdict, judge_all
 from dynamo.trtllm.engines.tensorrt_llm.source.tree import SourceTree
 
@@ -135,29 +137,50 @@ def as_json(reading: Reading) -> dict[str, Any]:
         "record": reading.record.version,
         "note": reading.note,
         "unreadable": dict(reading.facts.unreadable),
-        "groups": {group: {n: _plain(v) for n, v in names.items()} for group, names in reading.facts.groups.items()},
+        "groups": {
+            group: {n: _plain(v) for n, v in names.items()} for group, names in reading.facts.groups.items()
+        },
         "choices": {name: list(values) for name, values in reading.facts.choices.items()},
-        "models": [
-            {
-                "architecture": model.architecture, "model_type": model.model_type, "file": model.file,
-                "processor": model.processor, "split": model.splits, "ids_kept": model.fast_path,
-                "placeholders": dict(model.placeholders),
-            }
-            for model in reading.facts.models
-        ],
+        "models": [_model(model) for model in reading.facts.models],
         "missing": list(reading.missing),
         "differences": [
-            {"group": d.group, "name": d.name, "kind": d.kind, "found": _plain(d.found), "recorded": _plain(d.recorded)}
+            {
+                "group": d.group,
+                "name": d.name,
+                "kind": d.kind,
+                "found": _plain(d.found),
+                "recorded": _plain(d.recorded),
+            }
             for d in reading.differences
         ],
-        "rules": [
-            {
-                "name": v.rule.name, "outcome": v.outcome.value, "form": v.form, "recorded": v.expected,
-                "relies": v.rule.relies, "file": v.rule.file, "seen": v.rule.seen, "breaks": v.rule.breaks,
-            }
-            for v in reading.verdicts
-        ],
-    }  # fmt: skip
+        "rules": [_rule(verdict) for verdict in reading.verdicts],
+    }
+
+
+def _model(model: ModelSource) -> dict[str, Any]:
+    return {
+        "architecture": model.architecture,
+        "model_type": model.model_type,
+        "file": model.file,
+        "processor": model.processor,
+        "split": model.splits,
+        "ids_kept": model.fast_path,
+        "placeholders": dict(model.placeholders),
+    }
+
+
+def _rule(verdict: Verdict) -> dict[str, Any]:
+    rule = verdict.rule
+    return {
+        "name": rule.name,
+        "outcome": verdict.outcome.value,
+        "form": verdict.form,
+        "recorded": verdict.expected,
+        "relies": rule.relies,
+        "file": rule.file,
+        "seen": rule.seen,
+        "breaks": rule.breaks,
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A tree of TensorRT-LLM's source: files parsed by `ast`, names followed through imports. Nothing is executed."""
+"""A tree of TensorRT-LLM's source: files parsed by `ast`, names followed through imports. Nothing is
+executed."""
 
 from __future__ import annotations
 
@@ -74,12 +75,14 @@ class SourceTree:
 
     @classmethod
     def open(cls, path: Path) -> SourceTree:
-        """The tree at `path`: the package itself, or a directory that holds it. Raises `ValueError` when there is none."""
+        """The tree at `path`: the package itself, or a directory that holds it. Raises `ValueError` when
+        there is none."""
         for package in (path, path / PACKAGE):
             if (package / VERSION_FILE).is_file() or (package / "llmapi").is_dir():
                 return cls(package.resolve())
         raise ValueError(
-            f"{path} holds no source of TensorRT-LLM: give a checkout of it, or the directory of the installed package, "
+            f"{path} holds no source of TensorRT-LLM: give a checkout of it, or the directory of the "
+            f"installed package, "
             f"which has a {VERSION_FILE} and a folder llmapi"
         )
 
@@ -91,7 +94,8 @@ class SourceTree:
         return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
     def module(self, path: str) -> Module | None:
-        """The parsed file at `path`; None when there is none or it is no Python that this interpreter can parse."""
+        """The parsed file at `path`; None when there is none or it is no Python that this interpreter can
+        parse."""
         if path not in self._parsed:
             self._parsed[path] = self._parse(path)
         return self._parsed[path]
@@ -178,7 +182,8 @@ class SourceTree:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of a name or attribute, of the called one in a call, of the subscripted one in `Generic[T]`; else empty."""
+    """`a.b.c` of a name or attribute, of the called one in a call, of the subscripted one in `Generic[T]`;
+    else empty."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

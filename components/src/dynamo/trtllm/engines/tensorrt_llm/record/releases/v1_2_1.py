@@ -31,7 +31,8 @@ RELEASE = Release(
     methods=shared.METHODS,
     behaviours={
         **shared.BEHAVIOURS,
-        "images with token ids": ("decoded to text and tokenized again; embeddings and uuids are lost", "M121"),
+        "images with token ids": ("decoded to text and tokenized again; embeddings and uuids are "
+        "lost", "M121"),
         "embeddings with text": (True, "M121"),
         "error sets finished": (False, "S-res12"),
         "mrope handles in prefill": ("written into the parameters that were passed", "M121"),

@@ -17,36 +17,57 @@ from dynamo.trtllm.engines.tensorrt_llm.record.releases import shared
 
 ARGUMENTS = {
     **shared.ARGUMENTS,
-    **names("D29", """
+    **names(
+        "D29",
+        """
         multimodal_config post_processor_hook sleep_config gms_config mx_config perf_metrics_output_dir
-        """),
+        """,
+    ),
     **names("S-args13", "model_kwargs ray_worker_nsight_options"),
-    **names("D29t", """
+    **names(
+        "D29t",
+        """
         disable_mm_encoder encode_only encoder_max_batch_size encoder_max_num_tokens encoder_cuda_graph_config
-        generation_config num_serve_frontends prometheus_metrics_config telemetry_config enable_tokenization_cache
+        generation_config num_serve_frontends prometheus_metrics_config telemetry_config
+        enable_tokenization_cache
         enable_early_first_token_response enable_energy_metrics prefill_cuda_graph_backend
         prefill_capture_num_tokens reorder_policy_config enable_resource_governor enable_return_routed_experts
         kv_cache_compression_config checkpoint_io_policy dwdp_config enable_in_graph_sampling
         enable_low_latency_host_dispatch enable_mla_skip_correction mla_skip_correction_threshold
-        enable_speculative_beam_history_d2h enable_encoder_decoder_mixed_cuda_graph layer_wise_benchmarks_config
+        enable_speculative_beam_history_d2h enable_encoder_decoder_mixed_cuda_graph
+        layer_wise_benchmarks_config
         use_fine_grained_sync use_cute_dsl_bf16_bmm use_cute_dsl_bf16_gemm use_cute_dsl_blockscaling_bmm
         use_cute_dsl_blockscaling_mm
-        """),
-}  # fmt: skip
+        """,
+    ),
+}
 
 KV_CACHE: dict[str, Any] = {
     **shared.KV_CACHE,
-    **unset("disk_cache_size disk_cache_path avg_seq_len pool_ratio kv_events_config mamba_state_cache_interval"),
-    "use_kv_cache_manager_v2": "auto", "kv_cache_event_hash_algo": "auto", "block_reuse_config": MADE,
-    "disk_prefetch_num_reqs": UNSAID, "iteration_stats_interval": 1, "mamba_state_config": MADE,
-    "enable_kv_pool_rebalance": False, "enable_swa_scratch_reuse": False, "fp8_context_mla_kv_len_cap": UNSAID,
-    "mamba_ssm_philox_rounds": 10, "mamba_ssm_stochastic_rounding": False, "max_util_for_resume": UNSAID,
-}  # fmt: skip
+    **unset("disk_cache_size disk_cache_path avg_seq_len pool_ratio kv_events_config"),
+    "mamba_state_cache_interval": None,
+    "use_kv_cache_manager_v2": "auto",
+    "kv_cache_event_hash_algo": "auto",
+    "block_reuse_config": MADE,
+    "disk_prefetch_num_reqs": UNSAID,
+    "iteration_stats_interval": 1,
+    "mamba_state_config": MADE,
+    "enable_kv_pool_rebalance": False,
+    "enable_swa_scratch_reuse": False,
+    "fp8_context_mla_kv_len_cap": UNSAID,
+    "mamba_ssm_philox_rounds": 10,
+    "mamba_ssm_stochastic_rounding": False,
+    "max_util_for_resume": UNSAID,
+}
 TRANSCEIVER: dict[str, Any] = {
     **shared.TRANSCEIVER,
-    "kv_transfer_timeout_ms": 60000, "transceiver_runtime": "auto", "kv_transfer_poll_interval_ms": 5000,
-    "kv_cache_bounce_size_mb": 0, "enable_pipelined_transfer": False, "agent_bounce_buffer_enable": False,
-}  # fmt: skip
+    "kv_transfer_timeout_ms": 60000,
+    "transceiver_runtime": "auto",
+    "kv_transfer_poll_interval_ms": 5000,
+    "kv_cache_bounce_size_mb": 0,
+    "enable_pipelined_transfer": False,
+    "agent_bounce_buffer_enable": False,
+}
 NESTED: dict[str, dict[str, Any]] = {
     **shared.NESTED,
     "kv_cache_config": KV_CACHE,
@@ -90,13 +111,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "kv_cache_config.kv_cache_event_hash_algo": ("auto", "v1_block_key", "v2_sha256", "v2_sha256_64"),
 }
 SAMPLING: dict[str, Any] = {
-    **shared.SAMPLING, "prompt_ignore_length": None, "logprobs_mode": "raw", "logprobs_simple_format": False,
-    "prompt_logprobs_simple_format": False, "return_routed_experts": False, "thinking_token_budget": None,
-}  # fmt: skip
+    **shared.SAMPLING,
+    "prompt_ignore_length": None,
+    "logprobs_mode": "raw",
+    "logprobs_simple_format": False,
+    "prompt_logprobs_simple_format": False,
+    "return_routed_experts": False,
+    "thinking_token_budget": None,
+}
 BEHAVIOURS: dict[str, tuple[Any, str]] = {
     **shared.BEHAVIOURS,
     "images with token ids": (
-        "used as they are where the processor sets supports_token_id_mm_expansion, else decoded and tokenized again",
+        "used as they are where the processor sets supports_token_id_mm_expansion, else decoded and "
+        "tokenized again",
         "S-reg",
     ),
     "embeddings with text": (True, "S-llm"),
@@ -119,7 +146,11 @@ RELEASE = Release(
     version="1.3.0rc29",
     llm_arguments=ARGUMENTS,
     nested=NESTED,
-    nested_sources={"kv_cache_config": "D29t, D27, S-args13", "cache_transceiver_config": "D29t, D27", "*": "D29t"},
+    nested_sources={
+        "kv_cache_config": "D29t, D27, S-args13",
+        "cache_transceiver_config": "D29t, D27",
+        "*": "D29t",
+    },
     choices=CHOICES,
     generate_async={**shared.GENERATE_ASYNC, "conversation_params": None, "priority": 0.5},
     preprocess={"inputs": REQUIRED, "sampling_params": None, "disaggregated_params": None},
@@ -128,16 +159,33 @@ RELEASE = Release(
     sampling=SAMPLING,
     guided=shared.GUIDED,
     disaggregated=(
-        *shared.DISAGGREGATED, "first_gen_log_probs", "first_gen_logits", "disagg_request_id", "ctx_dp_rank",
-        "ctx_info_endpoint", "schedule_style", "ctx_usage",
+        *shared.DISAGGREGATED,
+        "first_gen_log_probs",
+        "first_gen_logits",
+        "disagg_request_id",
+        "ctx_dp_rank",
+        "ctx_info_endpoint",
+        "schedule_style",
+        "ctx_usage",
     ),
     methods=(
-        *shared.METHODS, "preprocess", "encode", "get_kv_cache_capacity", "get_data_transceiver_state",
-        "startup_metrics", "disaggregated_params",
+        *shared.METHODS,
+        "preprocess",
+        "encode",
+        "get_kv_cache_capacity",
+        "get_data_transceiver_state",
+        "startup_metrics",
+        "disaggregated_params",
     ),
     behaviours=BEHAVIOURS,
     sources={
-        "generate_async": "D29", "preprocess": "S-llm", "sampling": "T-lp, D29", "disaggregated": "M29",
-        "encoder": "M29", "guided": "YC", "methods": "D29", "choices": "D29t",
+        "generate_async": "D29",
+        "preprocess": "S-llm",
+        "sampling": "T-lp, D29",
+        "disaggregated": "M29",
+        "encoder": "M29",
+        "guided": "YC",
+        "methods": "D29",
+        "choices": "D29t",
     },
-)  # fmt: skip
+)

@@ -1,7 +1,9 @@
-"""TensorRT-LLM 1.4.0rc2, which Dynamo 1.7 pairs with: read from the documentation of the candidates around it.
+"""TensorRT-LLM 1.4.0rc2, which Dynamo 1.7 pairs with: read from the documentation of the candidates around
+it.
 
-What 1.4.0rc1 and 1.4.0rc4 both document holds for 1.4.0rc2. What only 1.4.0rc4 documents is left out: the adapter asks the
-installed library, so a field that is there and not recorded costs a line of the report and nothing else.
+What 1.4.0rc1 and 1.4.0rc4 both document holds for 1.4.0rc2. What only 1.4.0rc4 documents is left out: the
+adapter asks the installed library, so a field that is there and not recorded costs a line of the report
+and nothing else.
 """
 
 from __future__ import annotations

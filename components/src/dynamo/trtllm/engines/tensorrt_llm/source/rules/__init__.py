@@ -1,4 +1,5 @@
-"""What the adapter relies on in TensorRT-LLM's source, one named rule each; `judge_all` holds a tree against all of them."""
+"""What the adapter relies on in TensorRT-LLM's source, one named rule each; `judge_all` holds a tree
+against all of them."""
 
 from __future__ import annotations
 

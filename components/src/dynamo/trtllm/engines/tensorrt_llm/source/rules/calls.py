@@ -14,10 +14,25 @@ _BY_NAME = "model, and other arguments by name"
 _OPTIONS = ("inputs", "sampling_params", "streaming", "disaggregated_params")
 _PREPARED = ("inputs", "sampling_params", "disaggregated_params")
 _SAMPLING = (
-    "end_id", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "temperature", "top_p", "top_k", "min_p", "seed",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs", "guided_decoding",
-    "detokenize", "add_special_tokens",
-)  # fmt: skip
+    "end_id",
+    "max_tokens",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "prompt_logprobs",
+    "guided_decoding",
+    "detokenize",
+    "add_special_tokens",
+)
 _OUTPUT = ("token_ids", "logprobs", "finish_reason", "stop_reason", "disaggregated_params")
 _RESULT = ("aresult", "abort", "__aiter__", "__anext__")
 
@@ -42,7 +57,8 @@ def _request(tree: SourceTree) -> str | None:
 
 
 def _plain_with(wanted: Collection[str], method: Found) -> str | None:
-    """The form of a function that must be no coroutine and take `wanted`; None where its parameters say nothing."""
+    """The form of a function that must be no coroutine and take `wanted`; None where its parameters say
+    nothing."""
     found = parameters(method)
     if isinstance(method.node, ast.AsyncFunctionDef):
         return "a coroutine"
@@ -127,7 +143,8 @@ RULES = (
         relies="LLM.preprocess, where it exists, is a plain function with " + ", ".join(_PREPARED),
         file=LLM_FILE,
         seen="parameters of LLM.preprocess",
-        breaks="every request with a picture ends in a 500; without the method, pictures are processed on the event loop",
+        breaks="every request with a picture ends in a 500; without the method, pictures are processed on "
+        "the event loop",
         accepted=(COMPLETE, "none"),
         look=_preprocess,
         expected=since_13("none", COMPLETE),
@@ -179,7 +196,8 @@ RULES = (
     ),
     Rule(
         name="stop-words-under-ignore-eos",
-        relies="an end id of -1 reaches the executor as it was given, so that a request's own stop tokens go on to stop it",
+        relies="an end id of -1 reaches the executor as it was given, so that a request's own stop tokens "
+        "go on to stop it",
         file="executor/base_worker.py",
         seen="the keywords stop_words and end_id where the executor's request is made",
         breaks="a request with ignore_eos does not stop at its own stop tokens",

@@ -131,7 +131,8 @@ RULES = (
     ),
     Rule(
         name="transceiver-runtime",
-        relies="the runtime that moves KV caches by default is known: the Python one takes NIXL or DEFAULT only",
+        relies="the runtime that moves KV caches by default is known: the Python one takes NIXL or DEFAULT "
+        "only",
         file="llmapi/llm_args.py",
         seen="default of CacheTransceiverConfig.transceiver_runtime",
         breaks="configurations with UCX do not start where the Python runtime is chosen",

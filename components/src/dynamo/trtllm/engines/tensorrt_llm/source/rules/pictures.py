@@ -173,9 +173,11 @@ def _encoder(tree: SourceTree) -> str | None:
 RULES = (
     Rule(
         name="prompt-beside-handles",
-        relies="prefill with an encode worker's embeddings reads the text under `prompt`, or the ids, and nothing else",
+        relies="prefill with an encode worker's embeddings reads the text under `prompt`, or the ids, and "
+        "nothing else",
         file=MODEL_FILES,
-        seen="keys that build_disagg_prefill_multimodal_inputs (1.2: get_prompt_token_ids) reads of its inputs",
+        seen="keys that build_disagg_prefill_multimodal_inputs (1.2: get_prompt_token_ids) reads of its "
+        "inputs",
         breaks="every picture from an encode worker is a 400",
         accepted=("reads prompt", "reads the ids"),
         look=_beside_handles,
@@ -195,7 +197,8 @@ RULES = (
     ),
     Rule(
         name="fast-path-flag",
-        relies=f"{FAST_PATH} is a class flag, if there is one, that says whether token ids beside pictures are used as they are",
+        relies=f"{FAST_PATH} is a class flag, if there is one, that says whether token ids beside pictures "
+        f"are used as they are",
         file=_REGISTRY,
         seen="the class attribute of BaseMultimodalInputProcessor",
         breaks="prompts with pictures may be tokenized again, with other ids than the frontend counted",
@@ -261,7 +264,8 @@ RULES = (
     ),
     Rule(
         name="encoder-methods",
-        relies="MultimodalEncoder.generate_async is a plain function of one picture's inputs, and the encoder has shutdown",
+        relies="MultimodalEncoder.generate_async is a plain function of one picture's inputs, and the "
+        "encoder has shutdown",
         file="llmapi/mm_encoder.py",
         seen="methods of the class MultimodalEncoder and of LLM",
         breaks="encode workers serve no picture",

@@ -26,8 +26,9 @@ class Outcome(str, Enum):
 class Rule:
     """One thing that the adapter relies on.
 
-    `look` reads the tree and returns the form it found in a few words, None where there is nothing to look at. A form in
-    `accepted` is one that the adapter can deal with; `expected` has the form of each release as far as it was read.
+    `look` reads the tree and returns the form it found in a few words, None where there is nothing to look
+    at. A form in `accepted` is one that the adapter can deal with; `expected` has the form of each release
+    as far as it was read.
     """
 
     name: str
