@@ -1,4 +1,5 @@
-"""Where a model's files are, and which chat template they bring: for the worker's start and for what it registers."""
+"""Where a model's files are, and which chat template they bring: for the worker's start and for what it
+registers."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def _find_directory(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A model's default chat template. `named`: it is one of a list by name, which Dynamo's frontend does not read."""
+    """A model's default chat template. `named`: it is one of a list by name, which Dynamo's frontend does
+    not read."""
 
     text: str
     file: str
@@ -60,12 +62,18 @@ class ChatTemplate:
 def find_chat_template(directory: Path) -> ChatTemplate | None:
     """The default chat template in the order in which Dynamo's frontend looks; None where there is none.
 
-    Raises `StartupError` with the end of a sentence about the directory where the frontend cannot use what is there.
+    Raises `StartupError` with the end of a sentence about the directory where the frontend cannot use what
+    is there.
     """
-    fields = {file: _chat_template_field(directory / file) for file in ("chat_template.json", "tokenizer_config.json")}
+    fields = {
+        file: _chat_template_field(directory / file)
+        for file in ("chat_template.json", "tokenizer_config.json")
+    }
     for file, value in fields.items():
         if not (value is None or isinstance(value, str) or _by_name(value)):
-            raise StartupError(f"has a chat_template in {file} that is neither a text nor a list of named texts: correct it")
+            raise StartupError(
+                f"has a chat_template in {file} that is neither a text nor a list of named texts: correct it"
+            )
     with suppress(OSError, UnicodeDecodeError):
         text = (directory / "chat_template.jinja").read_text(encoding="utf-8")
         if text.strip():
@@ -114,7 +122,8 @@ def find_template_fault(file: Path) -> str | None:
 
 
 def template_fault(text: str) -> str | None:
-    """What is wrong with a chat template, as the end of a sentence; None: nothing that can be seen without rendering it."""
+    """What is wrong with a chat template, as the end of a sentence; None: nothing that can be seen without
+    rendering it."""
     if text.encode("utf-8", "replace").startswith(POINTER_START):
         return IS_POINTER
     try:
@@ -122,16 +131,22 @@ def template_fault(text: str) -> str | None:
     except ImportError:
         return None
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(_GENERATION_TAG.sub("", text))
+        Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(
+            _GENERATION_TAG.sub("", text)
+        )
     except TemplateSyntaxError as error:
-        return f"is no chat template, its line {error.lineno} is not Jinja: correct it, or give another template"
+        return (
+            f"is no chat template, its line {error.lineno} is not Jinja: correct it, or give another template"
+        )
     return None
 
 
 def with_default_template(model: ModelConfig, directory: str) -> ModelConfig:
-    """`model` with the default of several named chat templates in a file of its own, where its files have such a list.
+    """`model` with the default of several named chat templates in a file of its own, where its files have
+    such a list.
 
-    Dynamo's frontend lists a model with a list of templates and then refuses every chat. The file goes when the process ends.
+    Dynamo's frontend lists a model with a list of templates and then refuses every chat. The file goes when
+    the process ends.
     """
     template = None
     with suppress(StartupError):  # no default among them: said already where a chat is served

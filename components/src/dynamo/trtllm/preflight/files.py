@@ -1,7 +1,9 @@
-"""Whether a model's directory has what the frontend and the engine will read, whole: nothing missing, cut short or a pointer.
+"""Whether a model's directory has what the frontend and the engine will read: nothing missing, cut short or a
+pointer.
 
-Dynamo's frontend renders the chat template and makes the token ids from files that the worker registers. A file that it cannot
-use leaves a worker that serves and a model that is never listed, so it is looked at here, before anything is loaded.
+Dynamo's frontend renders the chat template and makes the token ids from files that the worker registers. A file
+that it cannot use leaves a worker that serves and a model that is never listed, so it is looked at here, before
+anything is loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whether a file is whole: JSON that can be read, weights as long as their own header says, and no pointer of Git LFS."""
+"""Whether a file is whole: JSON that can be read, weights as long as their own header says, and no pointer
+of Git LFS."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _PICKLE_START, _ZIP_START = b"\x80", b"PK\x03\x04"
 
 
 def find_json_fault(file: Path) -> str | None:
-    """What is wrong with a file that should hold a JSON object, as the end of a sentence; None: nothing, or no such file."""
+    """What is wrong with a file that should hold a JSON object, as the end of a sentence; None: nothing, or
+    no such file."""
     content = _content(file)
     return content if isinstance(content, str) else None
 
@@ -46,7 +48,8 @@ def _content(file: Path) -> dict[str, Any] | str | None:
 
 @lru_cache(maxsize=8)
 def _read(file: Path, _changed: int, _size: int) -> dict[str, Any] | str:
-    """The content, or what is wrong. Kept, since a tokenizer of 30 MB takes a second and is asked for several times."""
+    """The content, or what is wrong. Kept, since a tokenizer of 30 MB takes a second and is asked for
+    several times."""
     try:
         data = file.read_bytes()
     except OSError:
@@ -65,7 +68,8 @@ def _read(file: Path, _changed: int, _size: int) -> dict[str, Any] | str:
 def find_weight_faults(directory: Path, whose: str) -> Iterator[str]:
     """One sentence for each file of weights that is missing or not whole; `whose` names the directory.
 
-    Those of an index, or else all that an engine would load; consolidated ones are a second copy that no engine here reads.
+    Those of an index, or else all that an engine would load; consolidated ones are a second copy that no
+    engine here reads.
     """
     index = next((name for name in _INDEXES if (directory / name).is_file()), None)
     if index is not None:
@@ -98,7 +102,10 @@ def _missing_shards(names: set[str], whose: str) -> Iterator[str]:
     """Shards say in their names how many there are: `model-00002-of-00005.safetensors`."""
     numbered = [match for match in map(_SHARD.fullmatch, sorted(names)) if match is not None]
     for start, count, end in sorted({(match[1], match[3], match[4]) for match in numbered}):
-        every = (f"{start}{number:0{len(count)}d}-of-{count}{end}" for number in range(1, min(int(count), _MOST_SHARDS) + 1))
+        every = (
+            f"{start}{number:0{len(count)}d}-of-{count}{end}"
+            for number in range(1, min(int(count), _MOST_SHARDS) + 1)
+        )
         missing = [name for name in every if name not in names]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -136,7 +143,8 @@ def find_weight_fault(file: Path) -> str | None:
 
 
 def _safetensors_fault(file: Path, size: int) -> str | None:
-    """The format: the header's length as 8 bytes, little-endian; the header as JSON with the tensors' offsets; the tensors."""
+    """The format: the header's length as 8 bytes, little-endian; the header as JSON with the tensors'
+    offsets; the tensors."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):

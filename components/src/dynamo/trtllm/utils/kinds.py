@@ -1,7 +1,8 @@
 """Which values engine arguments take: kinds and ranges, said once.
 
-`--check`, every start, the flags that stand for an engine argument and the portable engine all ask here. Names and types are
-those of TensorRT-LLM's `LlmArgs`; what an engine makes of a value is its own affair. Other names take any plain value.
+`--check`, every start, the flags that stand for an engine argument and the portable engine all ask here.
+Names and types are those of TensorRT-LLM's `LlmArgs`; what an engine makes of a value is its own affair. Other
+names take any plain value.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ValueKind:
-    """One kind of value. `wanted` completes 'must be ...'; `nullable`: nothing at all is a value too, and means something."""
+    """One kind of value. `wanted` completes 'must be ...'; `nullable`: nothing at all is a value too, and
+    means something."""
 
     wanted: str
     accepts: Callable[[Any], bool]
@@ -52,7 +54,8 @@ def _is_list_of_counts(value: Any) -> bool:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value consists of texts, finite numbers, truth values, lists and mappings by text: what JSON can say."""
+    """Whether a value consists of texts, finite numbers, truth values, lists and mappings by text: what JSON
+    can say."""
     if depth > 50:
         return False
     if isinstance(value, Mapping):
@@ -88,15 +91,17 @@ _KV, _TRANSCEIVER, _GRAPHS = "kv_cache_config.", "cache_transceiver_config.", "c
 KINDS: Mapping[str, ValueKind] = {
     **_table(GPUS, "tensor_parallel_size pipeline_parallel_size context_parallel_size"),
     **_table(COUNT, """
-        moe_expert_parallel_size moe_tensor_parallel_size moe_cluster_parallel_size gpus_per_node max_batch_size
-        max_num_tokens max_seq_len max_input_len max_beam_width stream_interval encoder_max_batch_size tokens_per_block
-        encoder_max_num_tokens num_serve_frontends moe_config.max_num_tokens torch_compile_config.max_num_streams
+        moe_expert_parallel_size moe_tensor_parallel_size moe_cluster_parallel_size gpus_per_node
+        max_batch_size max_num_tokens max_seq_len max_input_len max_beam_width stream_interval encoder_max_batch_size
+        tokens_per_block encoder_max_num_tokens num_serve_frontends moe_config.max_num_tokens
+        torch_compile_config.max_num_streams
         """),
     **_table(COUNT, "max_tokens tokens_per_block", _KV),
     **_table(COUNT, "max_num_token max_seq_len", _GRAPHS),
     **_table(COUNT, "max_tokens_in_buffer kv_transfer_timeout_ms", _TRANSCEIVER),
     **_table(WHOLE, """
-        num_postprocess_workers iter_stats_max_iterations request_stats_max_iterations perf_metrics_max_requests
+        num_postprocess_workers iter_stats_max_iterations request_stats_max_iterations
+        perf_metrics_max_requests
         garbage_collection_gen0_threshold batch_wait_timeout_iters cuda_graph_config.max_batch_size
         """),
     **_table(WHOLE, "sink_token_length event_buffer_max_size attention_dp_events_gather_period_ms", _KV),
@@ -108,12 +113,14 @@ KINDS: Mapping[str, ValueKind] = {
     **_table(COUNTS, "batch_sizes", _GRAPHS),
     **_table(TRUTH, """
         trust_remote_code skip_tokenizer_init mm_encoder_only encode_only print_iter_log return_perf_metrics
-        force_dynamic_quantization gather_generation_logits fail_fast_on_attention_window_too_large telemetry_config.disabled
+        force_dynamic_quantization gather_generation_logits fail_fast_on_attention_window_too_large
+        telemetry_config.disabled
         """),
     **_table(TRUTH, "copy_on_partial_reuse use_uvm onboard_blocks", _KV),
     **_table(WORD, "tokenizer_mode backend load_format attn_backend moe_config.backend kv_cache_config.dtype"),
     **_table(TEXT, """
-        tokenizer tokenizer_revision revision guided_decoding_backend checkpoint_format reasoning_parser orchestrator_type
+        tokenizer tokenizer_revision revision guided_decoding_backend checkpoint_format reasoning_parser
+        orchestrator_type
         allreduce_strategy custom_tokenizer
         """),
     **_table(TEXT, "backend transceiver_runtime", _TRANSCEIVER),
@@ -128,7 +135,8 @@ _TRUTH_PREFIXES = ("enable_", "disable_")
 
 
 def kind_of(dotted: str) -> ValueKind:
-    """The kind of an engine argument: as listed, else `..._config` is a mapping and `enable_...` true or false."""
+    """The kind of an engine argument: as listed, else `..._config` is a mapping and `enable_...` true or
+    false."""
     listed = KINDS.get(dotted)
     if listed is not None:
         return listed
@@ -151,7 +159,8 @@ class Wrong(NamedTuple):
 def find_wrong(args: Mapping[str, Any]) -> Iterator[Wrong]:
     """Each argument whose value is of another kind.
 
-    Only the two levels that engines have names for are looked at by name; what lies deeper only has to be plain.
+    Only the two levels that engines have names for are looked at by name; what lies deeper only has to be
+    plain.
     """
     for key, value in args.items():
         if kind_of(key) in (MAPPING, SECTION) and isinstance(value, Mapping):
@@ -172,7 +181,8 @@ def _wrong(dotted: str, value: Any) -> Iterator[Wrong]:
 
 
 def drop_empty(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """`args` without what was named and given no value, where that means nothing; and the dotted names of what was dropped.
+    """`args` without what was named and given no value, where that means nothing; and the dotted names of
+    what was dropped.
 
     `kv_cache_config:` with nothing below it would otherwise replace the whole mapping of defaults.
     """
@@ -182,7 +192,9 @@ def drop_empty(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if value is None and _keeps_default(str(key)):
             dropped.append(str(key))
         elif isinstance(value, Mapping):
-            empty = [name for name, inner in value.items() if inner is None and _keeps_default(f"{key}.{name}")]
+            empty = [
+                name for name, inner in value.items() if inner is None and _keeps_default(f"{key}.{name}")
+            ]
             dropped += [f"{key}.{name}" for name in empty]
             kept[key] = {name: inner for name, inner in value.items() if name not in empty}
         else:

@@ -1,4 +1,5 @@
-"""Variables that hold a port, checked before Dynamo's runtime reads them: it would fail late, or ignore them silently."""
+"""Variables that hold a port, checked before Dynamo's runtime reads them: it would fail late, or ignore them
+silently."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ PORT_VARIABLES: Mapping[str, tuple[int, int]] = {
     "DYN_TCP_RPC_PORT": (0, _MOST),
     "DYN_TCP_RESPONSE_STREAM_PORT": (0, _MOST),
 }
-"""Name -> the least and the largest port. The runtime reads the first as a signed 16-bit number; -1 turns it off."""
+"""Name -> the least and the largest port. The runtime reads the first as a signed 16-bit number; -1 turns it
+off."""
 _NUMBER = re.compile(r"0|-?[1-9][0-9]{0,5}")
 
 

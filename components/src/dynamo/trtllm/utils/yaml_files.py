@@ -1,4 +1,5 @@
-"""Engine configurations as YAML files: read within limits, so that no file prints megabytes or keeps the worker busy."""
+"""Engine configurations as YAML files: read within limits, so that no file prints megabytes or keeps the
+worker busy."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ class _Loader(yaml.SafeLoader):
         merged = [pair for pair in node.value if pair[0].tag == _MERGE]
         if not merged:
             return
-        sources = [each for _, value in merged for each in (value.value if isinstance(value, SequenceNode) else [value])]
+        sources = [
+            each
+            for _, value in merged
+            for each in (value.value if isinstance(value, SequenceNode) else [value])
+        ]
         known = {_name(key) for key, _ in own}
         taken: list[tuple[Node, Node]] = []
         for source in sources:
@@ -61,7 +66,8 @@ _Loader.add_implicit_resolver(_INT, _WHOLE_NUMBER, list("-+0123456789"))
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping.
 
-    Raises `StartupError` when the file cannot be read, is no YAML, holds no mapping, names a key twice, or is too large.
+    Raises `StartupError` when the file cannot be read, is no YAML, holds no mapping, names a key twice, or
+    is too large.
     """
     content = _load(_read_text(path), path)
     if content is None:
@@ -73,7 +79,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     if path.is_fifo() and not str(path).startswith(_PIPES_OF_A_SHELL):
-        raise StartupError(f"the engine configuration {path} is a pipe that may never end: give the path of a YAML file")
+        raise StartupError(
+            f"the engine configuration {path} is a pipe that may never end: give the path of a YAML file"
+        )
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -83,9 +91,13 @@ def _read_text(path: Path) -> str:
             )
         return data.decode("utf-8-sig")
     except FileNotFoundError:
-        raise StartupError(f"the engine configuration {path} does not exist: give the path of a YAML file") from None
+        raise StartupError(
+            f"the engine configuration {path} does not exist: give the path of a YAML file"
+        ) from None
     except (OSError, ValueError) as error:
-        raise StartupError(f"the engine configuration {path} cannot be read: give the path of a YAML file") from error
+        raise StartupError(
+            f"the engine configuration {path} cannot be read: give the path of a YAML file"
+        ) from error
 
 
 def _load(text: str, path: Path) -> Any:
@@ -101,13 +113,18 @@ def _load(text: str, path: Path) -> Any:
         where = f" at line {mark.line + 1}" if mark is not None else ""
         raise StartupError(f"the engine configuration {path.name} is not YAML{where}: correct it") from error
     except RecursionError as error:
-        raise StartupError(f"the engine configuration {path.name} is nested too deeply: correct it") from error
+        raise StartupError(
+            f"the engine configuration {path.name} is nested too deeply: correct it"
+        ) from error
     except (ValueError, LookupError, OverflowError, TypeError, AttributeError) as error:
-        raise StartupError(f"the engine configuration {path.name} holds a value that YAML cannot read: correct it") from error
+        raise StartupError(
+            f"the engine configuration {path.name} holds a value that YAML cannot read: correct it"
+        ) from error
 
 
 class _Sizes:
-    """How many values each node of a file stands for; refuses what is too many, contains itself or names a key twice."""
+    """How many values each node of a file stands for; refuses what is too many, contains itself or names a
+    key twice."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -141,5 +158,7 @@ class _Sizes:
             if _name(key) in seen:
                 advice = "write <<: [*ONE, *OTHER]" if key.tag == _MERGE else "keep one of them"
                 line = node.start_mark.line + 1
-                raise StartupError(f"{self._file} names the key {key.value} twice in the mapping at line {line}: {advice}")
+                raise StartupError(
+                    f"{self._file} names the key {key.value} twice in the mapping at line {line}: {advice}"
+                )
             seen.add(_name(key))
