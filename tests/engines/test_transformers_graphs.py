@@ -14,12 +14,13 @@ import pytest_asyncio
 import torch
 
 from dynamo.trtllm.engines.port import DecodedImage, EngineRequest
+from dynamo.trtllm.engines.transformers.batch import Chosen
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.engines.transformers.fusion import fuse
-from dynamo.trtllm.engines.transformers.graphs import Recorder
-from dynamo.trtllm.engines.transformers.runner import ModelRunner
+from dynamo.trtllm.engines.transformers.graphs import GraphBatch, Recorder
+from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.static_cache import StaticCache
-from dynamo.trtllm.errors import EngineFault
+from dynamo.trtllm.errors import EngineDead, EngineFault
 from engines.contract import Output, generate, place, request, split
 from engines.families import MULTIMODAL, TEXT, make_tiny_engine, noise_image, reference_model, save_tiny_model
 
@@ -224,3 +225,71 @@ async def test_a_fused_model_computes_what_it_did(directories: Callable[[str], P
     norms = {"gemma3": 0, "gemma2": 0, "gpt2": 0}.get(family, 2 * layers + 1)
     norms += 2 * layers if family == "qwen3_vl" else 0
     assert changed == norms + (0 if family == "gpt2" else 5 * layers)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llama"])
+async def test_running_requests_get_tokens_between_the_layers_of_a_long_pass(
+    start: Start, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.worker._LONG_PICTURES", 1)
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.scheduler._LONG_PROMPTS", 1)
+    plain, static = await start(family, static=False), await start(family)
+    asked = await _asked(plain, family)
+    alone = [await generate(plain, each) for each in asked]
+    long = request(IDS, max_tokens=150, ignore_eos=True, temperature=1.0, seed=8)
+    expected = await generate(plain, long)
+    inside: list[bool] = []
+    prefill, step = ModelRunner.prefill, GraphBatch.step
+
+    def prefilling(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
+        inside.append(True)
+        logits = prefill(runner, chunks)
+        inside.append(False)
+        return logits
+
+    def counted(batch: GraphBatch) -> list[Chosen]:
+        steps_inside.append(bool(inside) and inside[-1])
+        return step(batch)
+
+    steps_inside: list[bool] = []
+    monkeypatch.setattr(ModelRunner, "prefill", prefilling)
+    monkeypatch.setattr(GraphBatch, "step", counted)
+    running = asyncio.create_task(generate(static, long))
+    outputs = [await generate(static, each) for each in asked]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+    assert (await running).token_ids == expected.token_ids
+    assert any(steps_inside)
+    assert not all(steps_inside)
+
+
+@pytest.mark.asyncio
+async def test_a_decode_step_that_fails_between_layers_ends_the_engine_and_is_not_taken_for_the_prompts_fault(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.scheduler._LONG_PROMPTS", 1)
+    engine = await start()
+    broken: list[bool] = []
+    prefill, step = ModelRunner.prefill, GraphBatch.step
+
+    def prefilling(runner: ModelRunner, chunks: list[Chunk]) -> torch.Tensor:
+        broken.append(chunks[0].sequence.prompt_ids[0] == 99)
+        try:
+            return prefill(runner, chunks)
+        finally:
+            broken.pop()
+
+    def failing(batch: GraphBatch) -> list[Chosen]:
+        if broken and broken[-1]:
+            raise RuntimeError("device lost")
+        return step(batch)
+
+    monkeypatch.setattr(ModelRunner, "prefill", prefilling)
+    monkeypatch.setattr(GraphBatch, "step", failing)
+    async with aclosing(engine.generate(request(IDS, ignore_eos=True))) as steps:
+        await anext(steps)
+        with pytest.raises(EngineDead):
+            await generate(engine, request((99, *IDS), max_tokens=3))
+        with pytest.raises(EngineDead):
+            async for _ in steps:
+                pass

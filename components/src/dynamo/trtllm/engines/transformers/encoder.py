@@ -47,9 +47,13 @@ class ImageEncoder:
         return PixelInputs(item.digest, {k: v for k, v in output.items() if k in self._inputs and isinstance(v, torch.Tensor)})
 
     def _processor_options(self) -> dict[str, Any]:
-        if self._image.row_end is None:
-            return {}
-        return {"patch_size": self._image.patch * self._image.merge}
+        options: dict[str, Any] = {}
+        if self._image.row_end is not None:
+            options["patch_size"] = self._image.patch * self._image.merge
+        backend = getattr(self._loaded.processor.image_processor, "backend", None)
+        if self._loaded.device.type == "cuda" and backend == "torchvision":
+            options["device"] = self._loaded.device
+        return options
 
     def encode(self, images: Sequence[PixelInputs]) -> list[EncodedImage]:
         """Features of `images` in one pass through the vision tower."""

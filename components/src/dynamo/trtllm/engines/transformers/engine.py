@@ -28,6 +28,7 @@ from dynamo.trtllm.engines.port import (
 from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.graphs import GraphBatch
+from dynamo.trtllm.engines.transformers.interleave import Interleave
 from dynamo.trtllm.engines.transformers.loading import LoadedModel, load_model
 from dynamo.trtllm.engines.transformers.options import EngineOptions, parse_options
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
@@ -76,11 +77,13 @@ class TransformersEngine(Engine):
             self._preparing.submit(torch.set_num_threads, threads)
         runner = ModelRunner(loaded, self._options.max_batch_size)
         batch: Batch = EagerBatch(runner, self._options.max_batch_size)
+        interleave = None
         if decodes_in_graphs(loaded, self._options):
             batch = GraphBatch(runner, self._options.max_batch_size, loaded.kv_tokens)
+            interleave = Interleave(loaded.model)
             self._decoding = "cuda graphs"
         self._loaded = loaded
-        return Scheduler(runner, batch, self._options, self._total_blocks), self._encoder
+        return Scheduler(runner, batch, self._options, self._total_blocks, interleave), self._encoder
 
     def _info(self) -> EngineInfo:
         loaded, options = self._require_loaded(), self._options

@@ -67,7 +67,7 @@ class Recorder:
         if len(self._graphs) >= self._most:
             torch.cuda.synchronize()
             self._graphs.popitem(last=False)
-        if self._pool is None:
+        if not self._graphs:  # memory that no graph uses any more is given back, and its handle with it
             self._pool = torch.cuda.graph_pool_handle()
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from dynamo.trtllm.engines.port import EngineState, Prefilled, Step
 from dynamo.trtllm.engines.transformers.batch import Batch
+from dynamo.trtllm.engines.transformers.interleave import Interleave
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import Sampled, sample_apart
@@ -24,17 +26,24 @@ from dynamo.trtllm.engines.transformers.state import pack_state
 from dynamo.trtllm.errors import EngineDead, EngineFault, WorkerError
 
 _MAX_PREFILL_ROWS = 32
+_LONG_PROMPTS = 1024
+"""Tokens in one pass from which on it is interrupted for running requests, on a GPU."""
 
 
 class Scheduler:
     """All sequences of the engine. Owned by the engine's thread; `events` are taken by the worker after each phase."""
 
-    def __init__(self, runner: ModelRunner, batch: Batch, options: EngineOptions, total_blocks: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, batch: Batch, options: EngineOptions, total_blocks: int, interleave: Interleave | None = None
+    ) -> None:
         self._runner = runner
         self._batch = batch
+        self.interleave = interleave
+        """Where decoding takes no time of the engine's thread: lets it come between the layers of long passes."""
         self._options = options
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
+        self._computed: tuple[list[Chunk], torch.Tensor] | None = None
         self.events: list[tuple[Any, Any]] = []
         self.total_blocks = total_blocks
         self.generated_tokens = 0
@@ -78,17 +87,28 @@ class Scheduler:
             sequence.release()
 
     def prefill_step(self) -> None:
-        """Admit who fits, then compute at most one batch of prompts or one chunk of a long one."""
+        """Admit who fits, then compute at most one batch of prompts or one chunk of a long one.
+
+        `finish_prefill` hands on what came of it; on a GPU it may still be computing.
+        """
         self._admit()
         chunks = self._next_chunks()
         if not chunks:
             return
+        long = sum(c.stop - c.start for c in chunks) >= _LONG_PROMPTS
         try:
-            logits = self._runner.prefill(chunks)
+            with nullcontext() if self.interleave is None else self.interleave.block(long):
+                logits = self._runner.prefill(chunks)
         except Exception as error:
             self._prefill_failed(chunks, error)
             return
-        self._account(chunks, logits)
+        self._computed = chunks, logits
+
+    def finish_prefill(self) -> None:
+        """Choose the first tokens of the prompts that `prefill_step` completed."""
+        if self._computed is not None:
+            computed, self._computed = self._computed, None
+            self._account(*computed)
 
     def decode_step(self) -> None:
         """Hand on what the batch chose for its requests. An exception leaves it unusable: the engine is dead."""

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 _MAX_ENCODE_BATCH = 16
 _MAX_ENCODE_VALUES = 1 << 23
 """Pixel values in one pass of the vision tower: running requests wait for no more than that."""
+_LONG_PICTURES = 1 << 22
+"""Pixel values from which on a pass is interrupted for running requests, on a GPU."""
 
 
 @dataclass(eq=False)
@@ -136,14 +139,26 @@ class Worker:
             self._end_all(self._scheduler, reason)
 
     def _run(self, scheduler: Scheduler) -> None:
+        if scheduler.interleave is not None:
+            scheduler.interleave.call = lambda: self._decode_between(scheduler)
         while self._take_commands(scheduler):
             if self._encodes:
                 self._encode_step()
-                self._flush(scheduler)
+                self._decode_between(scheduler)
             scheduler.prefill_step()
+            self._decode_between(scheduler)
+            scheduler.finish_prefill()
             self._flush(scheduler)
             scheduler.decode_step()
             self._flush(scheduler)
+
+    def _decode_between(self, scheduler: Scheduler) -> None:
+        """On a GPU, which works through what was launched, running requests get their tokens before that is done."""
+        if scheduler.interleave is not None:
+            if scheduler.interleave.error is not None:
+                raise scheduler.interleave.error
+            scheduler.decode_step()
+        self._flush(scheduler)
 
     def _take_commands(self, scheduler: Scheduler) -> bool:
         """Carry out what was asked since the last step, waiting for something when there is no work. False: stop."""
@@ -171,12 +186,17 @@ class Worker:
         """Encode what has gathered while the last step ran, up to a batch."""
         jobs: list[EncodeJob] = []
         values = 0
-        while self._encodes and len(jobs) < _MAX_ENCODE_BATCH and values < _MAX_ENCODE_VALUES:
+        while self._encodes and len(jobs) < _MAX_ENCODE_BATCH:
+            values += sum(t.numel() for t in self._encodes[0].pixels.tensors.values())
+            if jobs and values > _MAX_ENCODE_VALUES:
+                break
             jobs.append(self._encodes.popleft())
-            values += sum(t.numel() for t in jobs[-1].pixels.tensors.values())
         assert self._scheduler is not None
+        interleave = self._scheduler.interleave
         try:
-            self._scheduler.events.extend(self._encode(jobs))
+            with nullcontext() if interleave is None else interleave.block(values >= _LONG_PICTURES):
+                events = self._encode(jobs)
+            self._scheduler.events.extend(events)
         except BaseException:
             self._encodes.extend(jobs)  # the engine ends, and these with it
             raise
