@@ -124,7 +124,8 @@ async def test_cuda_gives_the_tokens_of_the_cpu() -> None:
     assert [o.token_ids for o in on_gpu] == [o.token_ids for o in on_cpu]
     gpu_logprobs = [p.chosen.logprob for o in on_gpu for p in o.logprobs]
     cpu_logprobs = [p.chosen.logprob for o in on_cpu for p in o.logprobs]
-    assert gpu_logprobs == pytest.approx(cpu_logprobs, abs=2e-3)
+    # Pictures are resized on the device, where a pixel may be rounded the other way.
+    assert gpu_logprobs == pytest.approx(cpu_logprobs, abs=1e-2)
 
 
 @pytest.mark.asyncio
@@ -187,5 +188,7 @@ def test_a_recorded_step_is_replayed_and_the_oldest_record_goes_first() -> None:
     assert float(counter) == 7
     recorder.clear()
     assert len(recorder) == 0
-    recorder.run("a", lambda: counter.add_(1))
-    assert float(counter) == 8
+    for _ in range(2):
+        recorder.run("a", lambda: counter.add_(1))
+    assert len(recorder) == 1
+    assert float(counter) == 9
