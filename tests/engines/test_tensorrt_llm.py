@@ -17,6 +17,7 @@ import pytest
 from dynamo.trtllm.config import Modality, Role
 from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Prompt, Sampling, Step
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
+from dynamo.trtllm.engines.tensorrt_llm.request_ids import id_maker
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
 from dynamo.trtllm.last_resort import EXIT_STUCK
 from engines.contract import as_step, generate, split, steps_of
@@ -471,6 +472,27 @@ async def test_the_state_is_json_and_names_its_schema_and_release(release: str, 
         assert ("disagg_request_id" in meta["params"]) == (release == "1.3.0rc29")
         assert prefilled.state.tensors == {}
         assert [p.chosen.token_id for p in prefilled.first.logprobs or ()] == list(prefilled.first.token_ids)
+
+
+def test_the_request_id_helper_is_called_as_its_signature_says() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def of_a_machine(machine_id: int) -> int:
+        asked.append((machine_id,))
+        return len(asked)
+
+    def of_a_process(node_id: int, process_id: int = 0) -> int:
+        asked.append((node_id, process_id))
+        return len(asked)
+
+    for helper, limits in ((of_a_machine, (1024,)), (of_a_process, (256, 64))):
+        asked.clear()
+        makers = [id_maker(helper) for _ in range(300)]
+        assert [make() for make in makers] == list(range(1, 301))
+        assert all(0 <= part < limit for parts in asked for part, limit in zip(parts, limits, strict=True))
+        assert all(len({parts[at] for parts in asked}) > limits[at] // 8 for at in range(len(limits)))
+        assert makers[0]() == 301
+        assert asked[-1] == asked[0]
 
 
 @pytest.mark.asyncio
