@@ -1,4 +1,4 @@
-"""Decoding as CUDA graphs record it, over static storage and with sampling on the device; unrecorded on this machine."""
+"""Decoding as CUDA graphs record it, with static storage and sampling on the device; unrecorded here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The static cache against a list of lists: whatever joins, leaves and is laid out anew, each row sees its own tokens."""
+"""The static cache against a list of lists: whatever joins, leaves and moves, each row sees its tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _shape() -> CacheShape:
 
 
 class Rows:
-    """A cache, the tokens that each of its rows should hold, and the count of them that the device would keep."""
+    """A cache, the tokens that each of its rows should hold, and the count that the device would keep."""
 
     def __init__(self, max_tokens: int) -> None:
         self.lengths = torch.zeros(MAX_ROWS, dtype=torch.int64)

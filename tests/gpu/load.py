@@ -1,6 +1,7 @@
 """What `serving.py` asks a running deployment, and what it measures there: TTFT, ITL and tokens per second.
 
-TTFT is the time from sending a request to its first token; ITL the mean gap between a request's tokens after that.
+TTFT is the time from sending a request to its first token; ITL the mean gap between a request's tokens
+after that.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from PIL import Image
 QUESTION = "what is in the picture?"
 JPEG_QUALITY = 90
 _BEGINNING = 20
-"""Tokens of a stream that are not looked at for gaps: the prompts of the other streams are computed meanwhile."""
+"""Tokens of a stream whose gaps are not counted: the prompts of other streams are computed meanwhile."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are sent together: `at_once` of them with `pictures` pictures each, answered in `tokens` tokens."""
+    """Requests sent together: `at_once`, with `pictures` pictures each, answered in `tokens` tokens."""
 
     name: str
     side: int
@@ -64,7 +65,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Gaps between tokens of running text streams, while nothing else runs and while a burst of pictures arrives."""
+    """Gaps between tokens of running text streams, alone and while a burst of pictures arrives."""
 
     idle_median_ms: float
     idle_p99_ms: float
@@ -117,7 +118,7 @@ class Client:
         return [data_url(self._seed + i, side) for i in range(count)]
 
     async def ask(self, urls: Sequence[str], tokens: int) -> Times:
-        """One greedy streamed request of exactly `tokens` tokens. Raises `RuntimeError` for any other answer."""
+        """One greedy streamed request of `tokens` tokens. Raises `RuntimeError` for any other answer."""
         content = [
             {"type": "text", "text": QUESTION},
             *({"type": "image_url", "image_url": {"url": u}} for u in urls),
@@ -188,10 +189,12 @@ class Client:
 
 
 def _gaps(times: Sequence[Times], during: tuple[float, float] = (0.0, float("inf"))) -> list[float]:
-    """Milliseconds between tokens, of those gaps that end within `during`; not while the streams themselves begin."""
+    """Milliseconds between tokens, of gaps that end within `during`; not while the streams begin."""
     low, high = during
     settled = [t.tokens[_BEGINNING:] for t in times]
-    return [(b - a) * 1e3 for each in settled for a, b in itertools.pairwise(each) if low <= b <= high] or [0.0]
+    return [(b - a) * 1e3 for each in settled for a, b in itertools.pairwise(each) if low <= b <= high] or [
+        0.0
+    ]
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Makes a random model of Qwen2-VL-7B's shape in bfloat16, with the demo's vocabulary, chat template and processor.
+"""Makes a random model of Qwen2-VL-7B's shape in bfloat16, with the demo's tokenizer and processor.
 
-Weights do not matter for how long a step takes; the demo's 512 tokens in place of 152,064 save a twelfth of a decode
-step's reading. Needs a GPU, 17 GB of it, and as much disk. usage: model.py OUT
+Weights do not matter for how long a step takes; the demo's 512 tokens in place of 152,064 save a twelfth of
+a decode step's reading. Needs a GPU, 17 GB of it, and as much disk. usage: model.py OUT
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serves one model in every topology on one GPU, measures each through Dynamo's frontend, and stores what it found.
+"""Serves one model in every topology on one GPU, measures each through Dynamo's frontend, stores it.
 
 usage: serving.py MODEL_DIRECTORY OUT.json [TOPOLOGY ...]
 """

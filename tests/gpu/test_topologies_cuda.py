@@ -1,4 +1,4 @@
-"""Fifty requests through Dynamo's frontend on one GPU, demo model in float32 with TF32 off: every topology answers the same."""
+"""Fifty requests through Dynamo's frontend on one GPU, in float32: every topology answers the same."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
 
 
 class Batch(Protocol):
-    """Owned by the engine's thread. `sequences` are the requests in it; the `row` of each is its index there."""
+    """Owned by the engine's thread. `sequences` are the requests in it; the `row` of each is its index."""
 
     sequences: list[Sequence]
 
@@ -44,7 +44,7 @@ class Batch(Protocol):
 
 
 class EagerBatch:
-    """Decodes kernel after kernel and chooses on the host: the batch for a CPU, and for models without graphs."""
+    """Decodes kernel after kernel and chooses on the host: for a CPU, and for models without graphs."""
 
     def __init__(self, runner: ModelRunner, max_rows: int) -> None:
         self.sequences: list[Sequence] = []

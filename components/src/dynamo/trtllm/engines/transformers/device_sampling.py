@@ -112,7 +112,7 @@ def _draw(scores: torch.Tensor, table: RowTable, kind: Kind) -> torch.Tensor:
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, 2 + 2 * width] float64: the token's log probability and rank, the likeliest values, their ids."""
+    """[rows, 2 + 2 * width] float64: the token's log probability and rank, the best values, their ids."""
     scores = torch.log_softmax(logits.float(), -1)
     chosen = scores.gather(1, tokens[:, None])
     ranks = (scores > chosen).sum(-1, keepdim=True) + 1

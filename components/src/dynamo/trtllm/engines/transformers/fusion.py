@@ -1,9 +1,9 @@
 """Fewer and larger kernels for the text model on a GPU, with the same weights and the same formulas.
 
-A step that decodes a few tokens is bound by reading weights and by the number of kernels. Projections of one
-input become one product over one weight, of which each projection keeps its part as a view; RMS norms become
-PyTorch's own kernel. Works on the modules that Transformers' decoders share, found by name and checked by value;
-others stay as they are.
+A step that decodes a few tokens is bound by reading weights and by the number of kernels. Projections of
+one input become one product over one weight, of which each projection keeps its part as a view; RMS norms
+become PyTorch's own kernel. Works on the modules that Transformers' decoders share, found by name and
+checked by value; others stay as they are.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Decoding as a CUDA graph: a step is recorded once for each shape of the batch and then replayed with one call.
+"""Decoding as a CUDA graph: a step is recorded once for each shape of the batch, then replayed by one call.
 
-A step of a model is about a thousand small kernels, and launching them one by one takes longer than computing
-them. A graph (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-graphs) launches all of them at once, at
-the addresses that were recorded. So whatever a step reads and writes lies in storage that stays (`static_cache`,
-`rows`), tokens are chosen on the device (`device_sampling`), and the next step starts before the host has read
-what the last one chose.
+A step of a model is about a thousand small kernels, and launching them one by one takes longer than
+computing them. A graph (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-graphs) launches all of
+them at once, at the addresses that were recorded. So whatever a step reads and writes lies in storage that
+stays (`static_cache`, `rows`), tokens are chosen on the device (`device_sampling`), and the next step
+starts before the host has read what the last one chose.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class _Flight:
 class GraphBatch:
     """The running requests on a CUDA device; on another device the same steps run without being recorded.
 
-    `step` gives the tokens of the step before, and none at first. A request that ended meanwhile was computed once
-    more, in vain: its sequence is finished, and the token means nothing.
+    `step` gives the tokens of the step before, and none at first. A request that ended meanwhile was
+    computed once more, in vain: its sequence is finished, and the token means nothing.
     """
 
     def __init__(self, runner: ModelRunner, max_rows: int, max_tokens: int, records: bool = True) -> None:

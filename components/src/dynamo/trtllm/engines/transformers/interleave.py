@@ -1,7 +1,7 @@
 """Work between the layers of a long forward pass, so that running requests do not wait until it has ended.
 
-A GPU works through what was launched in order. A large picture in the vision tower, or a long prompt, is tens of
-milliseconds of it; a decode step that is launched after every few layers takes its turn in between.
+A GPU works through what was launched in order. A large picture in the vision tower, or a long prompt, is
+tens of milliseconds of it; a decode step that is launched after every few layers takes its turn in between.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 _PARTS = 4
-"""A stack of layers is computed in so many parts: some 10 ms each for 1,400 tokens in a model of 7 billion parameters."""
+"""Of a stack of layers: some 10 ms each for 1,400 tokens in a model of 7 billion parameters."""
 
 
 class Interleave:
     """Within `block`, calls `call` after every few layers of `model`. For one thread.
 
-    An error of what is called does not pass through the model, where it would look like the model's: it is kept in
-    `error`, and nothing more is called.
+    An error of what is called does not pass through the model, where it would look like the model's: it is
+    kept in `error`, and nothing more is called.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -34,12 +34,17 @@ class Scheduler:
     """All sequences of the engine. Owned by the engine's thread; `events` are taken by the worker after each phase."""
 
     def __init__(
-        self, runner: ModelRunner, batch: Batch, options: EngineOptions, total_blocks: int, interleave: Interleave | None = None
+        self,
+        runner: ModelRunner,
+        batch: Batch,
+        options: EngineOptions,
+        total_blocks: int,
+        interleave: Interleave | None = None,
     ) -> None:
         self._runner = runner
         self._batch = batch
         self.interleave = interleave
-        """Where decoding takes no time of the engine's thread: lets it come between the layers of long passes."""
+        """Lets decoding come between the layers of long passes, where it takes no time of the engine's thread."""
         self._options = options
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []

@@ -1,8 +1,8 @@
 """Keys and values of the running requests in one allocation whose layout stays the same from step to step.
 
-A recorded step repeats the same kernels at the same addresses. So the batch has a few shapes (`Bucket`), every
-row writes at its own position, which the device knows, and a mask hides what a row does not hold. Requests are
-unknown here.
+A recorded step repeats the same kernels at the same addresses. So the batch has a few shapes (`Bucket`),
+every row writes at its own position, which the device knows, and a mask hides what a row does not hold.
+Requests are unknown here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bucket_for(rows: int, columns: int, max_rows: int, max_tokens: int) -> Bucke
 
 
 def _rounded(count: int, smallest: int) -> int:
-    """`count` rounded up to a power of two times `smallest`, or from eight on to the middle of two of these."""
+    """`count` rounded up to a power of two times `smallest`, from eight on also to the middle of two."""
     size = smallest
     while size < count:
         size *= 2
@@ -96,7 +96,7 @@ class StaticCache:
         return self._storage[0].numel() // (self.shape.layers * self.shape.kv_heads * self.shape.key_dim)
 
     def fit(self, rows: int, columns: int) -> Bucket:
-        """Lay the batch out for `rows` of `columns`, if it is too small for them or if half of it would do."""
+        """Lay the batch out for `rows` of `columns`, if it is too small or if half of it would do."""
         now, wanted = self.bucket, bucket_for(rows, columns, self._max_rows, self._max_tokens)
         too_small = rows > now.rows or columns > now.columns
         if too_small or 2 * wanted.rows <= now.rows or 2 * wanted.columns <= now.columns:
@@ -113,7 +113,7 @@ class StaticCache:
         return row
 
     def leave(self, row: int, spoilt: bool = False) -> None:
-        """Free `row`; the last one takes its place. A `spoilt` row may hold NaN, which must not stay behind."""
+        """Free `row`; the last one takes its place. A `spoilt` row may hold NaN, which must not stay."""
         last = len(self.held) - 1
         used = self.held[last]
         for cache in (self._keys, self._values):

@@ -1,7 +1,8 @@
 """A check at start: the engine's own way through the model must agree with the model's plain forward.
 
-It computes two prompts of different length in one context batch, then a step of both in one decode batch, and compares the logits
-with those of one forward over each whole text. A model whose forward the engine does not understand is refused here, by name.
+It computes two prompts of different length in one context batch, then a step of both in one decode batch,
+and compares the logits with those of one forward over each whole text. A model whose forward the engine
+does not understand is refused here, by name.
 """
 
 from __future__ import annotations
@@ -32,8 +33,18 @@ def verify(loaded: LoadedModel) -> None:
     """Raises `StartupError` when the engine would not compute what the model computes."""
     try:
         difference = _largest_difference(loaded)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
-        raise unsupported(loaded.architecture, "it does not compute what the model itself computes") from error
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        KeyError,
+        IndexError,
+    ) as error:
+        raise unsupported(
+            loaded.architecture, "it does not compute what the model itself computes"
+        ) from error
     if not difference <= _TOLERANCE.get(loaded.dtype, 1e-1):
         raise unsupported(loaded.architecture, "it does not compute what the model itself computes")
 
@@ -59,21 +70,35 @@ def _largest_difference(loaded: LoadedModel) -> float:
 
 
 def decodes_in_graphs(loaded: LoadedModel, options: EngineOptions) -> bool:
-    """Whether this model decodes as CUDA graphs on its device: where that was asked for and does what plain decoding does."""
+    """Whether this model decodes as CUDA graphs: if that was asked for and does what plain decoding does."""
     if loaded.device.type != "cuda" or not options.cuda_graphs:
         return False
     try:
         proved = graphs_are_right(loaded)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
-        logger.warning("%s decodes one kernel after another: a CUDA graph of it failed", loaded.architecture, exc_info=error)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        KeyError,
+        IndexError,
+    ) as error:
+        logger.warning(
+            "%s decodes one kernel after another: a CUDA graph of it failed",
+            loaded.architecture,
+            exc_info=error,
+        )
         return False
     if not proved:
-        logger.warning("%s decodes one kernel after another: a CUDA graph of it gave other tokens", loaded.architecture)
+        logger.warning(
+            "%s decodes one kernel after another: a CUDA graph of it gave other tokens", loaded.architecture
+        )
     return proved
 
 
 def graphs_are_right(loaded: LoadedModel) -> bool:
-    """A step over the static cache gives the logits of a plain step, and recorded steps give the tokens of unrecorded ones."""
+    """A step over the static cache gives a plain step's logits, recorded steps unrecorded ones' tokens."""
     runner = ModelRunner(loaded, 2)
     sequences = _prompts(loaded)
     runner.prefill([Chunk(s, 0, len(s.prompt_ids)) for s in sequences])
@@ -99,7 +124,7 @@ def _greedy(loaded: LoadedModel, runner: ModelRunner, records: bool) -> list[lis
 
 
 def _decoded(loaded: LoadedModel, cache: Any, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put `sequences` into `cache`; returns the tokens of their next step and the positions, [rows, 1] each."""
+    """Put `sequences` into `cache`; returns tokens and positions of their next step, [rows, 1] each."""
     for sequence in sequences:
         cache.join(sequence.keys, sequence.values)
     tokens = torch.tensor([[i % loaded.vocabulary] for i in _NEXT], device=loaded.device)

@@ -153,7 +153,7 @@ class Worker:
             self._flush(scheduler)
 
     def _decode_between(self, scheduler: Scheduler) -> None:
-        """On a GPU, which works through what was launched, running requests get their tokens before that is done."""
+        """On a GPU, which works through what was launched: running requests get their tokens meanwhile."""
         if scheduler.interleave is not None:
             if scheduler.interleave.error is not None:
                 raise scheduler.interleave.error
