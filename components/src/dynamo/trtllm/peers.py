@@ -12,8 +12,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from dynamo.llm.exceptions import (
     Cancelled,
@@ -30,6 +30,8 @@ from dynamo.trtllm.egress import Context
 from dynamo.trtllm.errors import ClientFault, EngineFault, PeerFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 TRIES = 2
 """Encode and prefill are pure: what one instance failed is tried once on another, inside one deadline."""
@@ -107,6 +109,33 @@ async def connect(runtime: Any, endpoint: str, name: str) -> PeerClient:
     return PeerClient(await runtime.endpoint(endpoint).client(), name)
 
 
+async def first_answer(
+    name: str,
+    instances: Sequence[int],
+    timeout_s: float,
+    ask: Callable[[int, float], Awaitable[Answer]],
+    on_retry: Callable[[], None] | None = None,
+) -> Answer:
+    """What `ask(instance, seconds)` gives for the first of `instances` that serves, `TRIES` of them at most.
+
+    All tries together take `timeout_s`; each leaves the ones after it an equal share of what is left. `on_retry` is called
+    before each try but the first. Raises the last try's `PeerFault`, and `PeerUnavailable` where there is no instance.
+    """
+    end = time.monotonic() + timeout_s
+    failure: PeerFault = PeerUnavailable(f"no {name} worker is available")
+    chosen = instances[:TRIES]
+    for tried, instance in enumerate(chosen):
+        if tried and on_retry is not None:
+            on_retry()
+        left_s = (end - time.monotonic()) / (len(chosen) - tried)
+        try:
+            return await ask(instance, left_s)
+        except PeerFault as error:
+            logger.warning("%s instance %x failed, try %d: %s", name, instance, tried + 1, error)
+            failure = error
+    raise failure
+
+
 class PrefillPeers:
     """Prefill workers as decode sees them: any will do, another one if it fails."""
 
@@ -116,17 +145,13 @@ class PrefillPeers:
 
     async def prefill(self, request: Mapping[str, Any], context: Context) -> Mapping[str, Any]:
         """Prefill's reply. Raises `ClientFault` in prefill's words, `PeerUnavailable` and `PeerTimeout`."""
-        end = time.monotonic() + self._timeout_s
-        failure: PeerFault = PeerUnavailable("no prefill worker is available")
         instances = self._client.instances()
-        chosen = random.sample(instances, min(TRIES, len(instances)))
-        for tried, instance in enumerate(chosen):
-            left_s = (end - time.monotonic()) / (len(chosen) - tried)
-            try:
-                return await self._client.call(request, instance, context, left_s)
-            except PeerFault as error:
-                failure = error
-        raise failure
+        random.shuffle(instances)
+
+        async def ask(instance: int, seconds: float) -> Mapping[str, Any]:
+            return await self._client.call(request, instance, context, seconds)
+
+        return await first_answer("prefill", instances, self._timeout_s, ask)
 
 
 def _own_words(text: str) -> str:

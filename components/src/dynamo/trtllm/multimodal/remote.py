@@ -22,7 +22,7 @@ from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart, at_part
-from dynamo.trtllm.peers import TRIES, PeerClient
+from dynamo.trtllm.peers import PeerClient, first_answer
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -91,21 +91,16 @@ class RemoteEncoder:
         return [found[part.url.strip()] for part in parts]
 
     async def _item(self, part: MediaPart, budget: TokenBudget, context: Context | None) -> MediaItem:
-        """Ask the chosen instance, and once more another one when that is dead or late, all within one deadline."""
-        end = time.monotonic() + self._timeout_s
-        failure: PeerFault = PeerUnavailable("no encode worker is available")
-        chosen = self._candidates(part.url)[:TRIES]
-        for tried, instance in enumerate(chosen):
-            self._retries += tried
-            # The first try leaves half of the deadline to the second.
-            left_s = (end - time.monotonic()) / (len(chosen) - tried)
-            try:
-                with self._counted(instance):
-                    return await self._ask(instance, part, budget, context, left_s)
-            except PeerFault as error:
-                logger.warning("encode instance %x failed, try %d: %s", instance, tried + 1, error)
-                failure = error
-        raise failure
+        """Ask the chosen instance, and another one when that is dead or late."""
+
+        async def ask(instance: int, seconds: float) -> MediaItem:
+            with self._counted(instance):
+                return await self._ask(instance, part, budget, context, seconds)
+
+        return await first_answer("encode", self._candidates(part.url), self._timeout_s, ask, self._count_retry)
+
+    def _count_retry(self) -> None:
+        self._retries += 1
 
     async def _ask(
         self, instance: int, part: MediaPart, budget: TokenBudget, context: Context | None, timeout_s: float
