@@ -344,7 +344,7 @@ def test_every_mutant_is_an_rgb_picture_or_a_refusal_in_our_words(kind: str) -> 
     assert BROKEN in refusals
     assert decoded + len(refusals) > 1
     ours = (BROKEN, "the image is empty", "the image has more pixels", "not an image of a known type;", "the type ")
-    ours = (*ours, "the compression ", "a TIFF's samples must", "this kind of TIFF is not read", "the TIFF has ")
+    ours = (*ours, "the compression ", "a TIFF's samples must", "this kind of ", "the TIFF has ")
     assert all(words.startswith(ours) or "pixels exceed this worker's limit" in words for words in refusals)
 
 

@@ -277,6 +277,7 @@ async def test_an_unknown_or_damaged_content_encoding_is_named(encoding: str, bo
         (b"", "the image host closed the connection without an answer", 2),
         (b"garbage\r\n\r\n", "the image host did not answer in valid HTTP", 1),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "the image host ended the download before it was complete", 1),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 200001\r\n\r\nabc", "larger than this worker's limit of 0.190735 MiB", 1),
         (b"HTTP/1.1 302 Found\r\nLocation: http://[bad\r\n\r\n", "the image host redirects to an invalid URL", 1),
     ],
 )
@@ -286,6 +287,25 @@ async def test_a_broken_answer_is_named_and_only_a_lost_connection_is_tried_agai
     async with raw_server(answer) as (url, hits):
         assert await fault_of(url) == words
         assert len(hits) == tries
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("encoding", ["none", "UTF-8", "binary", "aws-chunked", "identity"])
+async def test_a_content_encoding_that_encodes_nothing_is_passed_over(encoding: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=BODY, headers={"Content-Encoding": encoding})
+
+    async with serving(answer) as url, fetching() as fetcher:
+        assert await fetcher.fetch(HttpSource(url)) == BODY
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", [f"{'a' * 80}.invalid", f"{'a' * 300}.invalid", "a..invalid"])
+async def test_a_host_that_cannot_be_a_name_is_the_clients_fault(host: str) -> None:
+    assert await fault_of(f"http://{host}/x.png") in (
+        "the name of the image host cannot be resolved",
+        "its url is not a valid URL",
+    )
 
 
 @pytest.mark.asyncio

@@ -388,3 +388,29 @@ def test_run_lengths_of_a_large_bitmap_are_refused_before_they_are_decoded() -> 
     small[30:34] = struct.pack("<I", 1)
     start = int.from_bytes(small[10:14], "little")
     assert decode(bytes(small[:start]) + b"\4\1\0\1", CONFIG).size == (4, 1)
+
+
+class TestKindsThatAreNotRead:
+    """A valid file of a kind that no reader here takes is not called damaged."""
+
+    @pytest.mark.parametrize(
+        ("marker", "depth"), [(0xC1, 12), (0xC0, 16), (0xC5, 8), (0xC7, 8), (0xCB, 8), (0xCF, 8)], ids=hex
+    )
+    def test_a_jpeg_of_another_depth_or_coding_is_named(self, marker: int, depth: int) -> None:
+        data = bytearray(encoded(Image.new("RGB", (16, 16), RED), "JPEG"))
+        at = data.index(b"\xff\xc0")
+        data[at + 1], data[at + 4] = marker, depth
+        words = "this kind of JPEG is not read; save it with 8 bits a channel, baseline or progressive"
+        assert message_of(bytes(data)) == words
+
+    @pytest.mark.parametrize("masks", [(0xFF, 0xFF00, 0xFF0000, 0), (0x3FF00000, 0xFFC00, 0x3FF, 0)])
+    def test_a_bitmap_with_colours_in_another_order_is_named(self, masks: tuple[int, int, int, int]) -> None:
+        words = "this kind of BMP is not read; save it with 24 bits, or as PNG"
+        assert message_of(bitmap(40, (0, 0), masks=masks)) == words
+
+    @pytest.mark.parametrize("brand", [b"mif1", b"miaf"])
+    def test_an_avif_that_calls_itself_any_heif_is_read_by_its_brands(self, brand: bytes) -> None:
+        data = bytearray(encoded(Image.new("RGB", (16, 16), RED), "AVIF", quality=100, subsampling="4:4:4"))
+        data[8:12] = brand
+        assert check_header(bytes(data), CONFIG) == ImageHeader("AVIF", 16, 16)
+        assert max(abs(a - b) for a, b in zip(pixel(bytes(data)), RED, strict=True)) < 4

@@ -30,7 +30,7 @@ def image(url: object) -> MediaPart:
     ("url", "source"),
     [
         ("https://host/a.png", HttpSource("https://host/a.png")),
-        ("HTTP://HOST:8080/a?b=c.pt#d", HttpSource("HTTP://HOST:8080/a?b=c.pt#d")),
+        ("HTTP://HOST:8080/a?b=c.pt#d", HttpSource("HTTP://HOST:8080/a?b=c.pt")),
         (" https://host/a.png\n", HttpSource("https://host/a.png")),
         ("https://host/图片 1.png", HttpSource("https://host/图片 1.png")),
         ("data:image/png;base64,AAAA", DataSource("image/png", "AAAA", True)),

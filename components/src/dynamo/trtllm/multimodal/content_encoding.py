@@ -16,6 +16,8 @@ from dynamo.trtllm.multimodal.blocking import run_blocking
 
 MAX_ENCODINGS = 4
 """Encodings of one body, one over the other."""
+_UNCHANGED = frozenset({"identity", "none", "binary", "utf-8", "aws-chunked"})
+"""Names of no encoding, the last four as hosts misuse the header: stores keep there what an upload said."""
 _ZSTD_WINDOW_BYTES = 1 << 27
 _NAMED_CHARACTERS = 20
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
@@ -44,7 +46,7 @@ async def inflate(body: Body, max_bytes: int) -> bytes:
     `max_bytes`.
     """
     names = [name for value in body.encodings for part in value.split(",") if (name := part.strip().lower())]
-    steps = [name for name in names if name != "identity"]
+    steps = [name for name in names if name not in _UNCHANGED]
     if not steps:
         return body.data
     if len(steps) > MAX_ENCODINGS:

@@ -178,6 +178,10 @@ def _open(kind: str, essentials: bytes) -> ImageFile.ImageFile:
                 "this kind of TIFF is not read; save it as grey, RGB or CMYK, or as PNG"
             ) from error
         raise
+    except OSError as error:
+        if kind == "BMP" and "nsupported" in str(error):  # a depth, compression or order of colours
+            raise ClientFault("this kind of BMP is not read; save it with 24 bits, or as PNG") from error
+        raise
 
 
 def _rgb_of(image: Image.Image, kind: str, scan: Scan) -> Image.Image:

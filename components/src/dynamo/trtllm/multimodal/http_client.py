@@ -112,6 +112,8 @@ class MediaHttpClient(AiohttpClient):
                     return None, location
                 if response.status >= 400:
                     raise FetchError(f"the image host answered {response.status}")
+                if (response.content_length or 0) > max_bytes:
+                    raise FetchError(larger_than(max_bytes))
                 chunks = response.content.iter_chunked(_READ_BYTES)
                 return Body(
                     await collect_capped(chunks, "", max_bytes),

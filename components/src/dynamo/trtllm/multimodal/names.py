@@ -49,7 +49,12 @@ class _Lookup:
         if self.abandoned:
             return []  # all gave up before a thread came free
         host, port, family = key
-        return list(socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG))
+        try:
+            return list(
+                socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+            )
+        except ValueError as error:
+            raise OSError("no name that could be asked for") from error  # a label that is too long, say
 
 
 class Lookups:

@@ -183,7 +183,7 @@ def _classify_http(url: str) -> HttpSource:
         raise ClientFault("its url is not a valid URL")
     if _suffix(parsed.path) in EMBEDDING_SUFFIXES:
         raise ClientFault("embedding files are not fetched over http; they are read from the worker's own disk (file://)")
-    return HttpSource(url)
+    return HttpSource(url.partition("#")[0])  # a fragment is never sent, so two that differ there alone are one
 
 
 def _classify_data(url: str, config: MediaConfig) -> DataSource:

@@ -40,8 +40,14 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
 )
 
 
+_ANY_HEIF = (b"mif1", b"msf1", b"miaf")
+_FTYP_BYTES = 256
+
+
 def sniff(data: bytes) -> str | None:
     """The type that the first bytes of `data` show, or None."""
+    if data[4:8] == b"ftyp" and data[8:12] in _ANY_HEIF and _brands(data) & {b"avif", b"avis"}:
+        return "AVIF"
     for offset, magic, name in _MAGIC:
         if data.startswith(magic, offset):
             return name
@@ -57,3 +63,9 @@ def sniff(data: bytes) -> str | None:
         if text and all(character.isprintable() or character.isspace() for character in text):
             return "text"
     return None
+
+
+def _brands(data: bytes) -> set[bytes]:
+    """The brands that a file of boxes is compatible with (ISO/IEC 14496-12, 4.3)."""
+    end = min(int.from_bytes(data[:4], "big"), len(data), _FTYP_BYTES)
+    return {data[at : at + 4] for at in range(16, end - 3, 4)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from dynamo.trtllm.errors import LimitFault
+from dynamo.trtllm.errors import ClientFault, LimitFault
 from dynamo.trtllm.multimodal.formats.scan import MAX_PROFILE_BYTES, Damaged, Scan, Steps, exif_orientation
 
 MAX_SCANS = 200
@@ -26,6 +26,8 @@ MAX_VISITS = 2_000_000_000
 TOO_MANY_PASSES = "the JPEG goes over its pixels more often than this worker does"
 
 _FRAMES = frozenset({0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF})
+_NOT_READ = frozenset({0xC5, 0xC6, 0xC7, 0xCB, 0xCD, 0xCE, 0xCF})
+"""Frames in steps of size, and lossless ones with arithmetic coding: libjpeg reads none of them."""
 _SOI, _EOI, _SOS, _COM, _APP0, _APP1, _APP2, _APP14 = 0xD8, 0xD9, 0xDA, 0xFE, 0xE0, 0xE1, 0xE2, 0xEE
 _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
 """Markers without a length."""
@@ -62,8 +64,8 @@ class _Frame:
 
 
 def scan(data: bytes) -> Scan:
-    """Raises `Damaged` without a frame, `LimitFault` for too many segments. The passes are counted by
-    `essentials`.
+    """Raises `Damaged` without a frame, `ClientFault` for a coding that is not read, and `LimitFault` for too
+    many segments. The passes are counted by `essentials`.
     """
     segments = list(_header(data))
     frame = _frame(data, segments)
@@ -125,7 +127,11 @@ def _frame(data: bytes, segments: list[_Segment]) -> _Frame:
             body = data[segment.start : segment.end]
             if len(body) < 6 or len(body) < 6 + 3 * body[5] or not body[5]:
                 break
-            _, height, width, count = struct.unpack_from(">BHHB", body)
+            depth, height, width, count = struct.unpack_from(">BHHB", body)
+            if depth != 8 or segment.marker in _NOT_READ:
+                raise ClientFault(
+                    "this kind of JPEG is not read; save it with 8 bits a channel, baseline or progressive"
+                )
             parts = (body[6 + 3 * index : 9 + 3 * index] for index in range(count))
             return _Frame(width, height, {part[0]: (part[1] >> 4 or 1, part[1] & 15 or 1) for part in parts})
     raise Damaged("no frame header")
