@@ -16,6 +16,8 @@ from dynamo.trtllm.utils.flags import FLAGS, SWITCH
 from dynamo.trtllm.utils.trtllm_utils import dump_engine_args, parse, parse_args, write_config
 
 MIB = 1 << 20
+LONG = "a" * 5000
+NO_DUMP = "the file of --dump-config-to cannot be written: give a path in a directory that exists"
 PREFILL = ["--disaggregation-mode", "prefill"]
 DECODE = ["--disaggregation-mode", "decode"]
 ENCODE = ["--disaggregation-mode", "encode"]
@@ -526,11 +528,45 @@ BAD = [
     ),
     (["--trtllm.model", "x"], "the engine argument model (--trtllm.model) is set by --model-path: remove it"),
     ([*ENCODE, "--check", "--against", "x"], "an encode worker has no other side for --against: it compares prefill with decode"),
+    *(
+        ([flag, "1e308"], f"{flag} must be a {wanted}, not '1e308'")
+        for flag, wanted in (
+            ("--max-file-size-mb", "size in MB above 0"),
+            ("--media-cache-mb", "size in MB, or 0 to turn it off"),
+            ("--transfer-pool-mb", "size in MB above 0"),
+            ("--gpu-memory-gb", "size in GB above 0"),
+            ("--image-decode-timeout", "number of seconds above 0"),
+        )
+    ),
+    (
+        ["--multimodal-embedding-cache-capacity-gb", "1e308"],
+        "--multimodal-embedding-cache-capacity-gb must be a size in GB above 0, or 0 for none, not 1e+308",
+    ),
+    (
+        ["--allowed-local-media-path", "~no-such-user/x"],
+        "--allowed-local-media-path must be a directory that exists, not '~no-such-user/x'",
+    ),
+    (["--allowed-local-media-path", LONG], f"--allowed-local-media-path must be a directory that exists, not '{LONG[:77]}...'"),
+    (["--extra-engine-args", "~no-such-user/x"], "--extra-engine-args must be a file, not '~no-such-user/x'"),
+    (["--extra-engine-args", LONG], f"the engine configuration {LONG} cannot be read: give the path of a YAML file"),
+    (
+        ["--model", LONG],
+        f"--model must be a directory that can be looked into, a Hugging Face name, or the word demo, not '{LONG[:77]}...'",
+    ),
+    (["--served-model-name", "\udcff"], "--served-model-name must be one or more names, not '\\udcff'"),
+    (["--dump-config-to", "/no-such/x"], NO_DUMP),
+    (["--dump-config-to", "/"], NO_DUMP),
+    (["--dump-config-to", LONG], NO_DUMP),
+    (["--health-check-payload", "@/dev/zero"], "--health-check-payload must be a JSON object, or @FILE with one in it"),
+    (
+        ["--namespace", "a b"],
+        "--namespace (DYN_NAMESPACE) must be a word without spaces, dots and slashes, not 'a b'",
+    ),
     (["--check", "--against", "x"], "an aggregated worker has no other side for --against: it compares prefill with decode"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=[" ".join(case[0]) for case in BAD])
+@pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=[" ".join(case[0])[:80] for case in BAD])
 def test_a_bad_value_or_an_unknown_flag_ends_the_start_with_one_sentence(arguments: list[str], sentence: str) -> None:
     assert refusal(arguments) == sentence
 
@@ -541,7 +577,7 @@ def test_a_bad_value_or_an_unknown_flag_ends_the_start_with_one_sentence(argumen
         ("DYN_TRTLLM_MAX_BATCH_SIZE", "x", "DYN_TRTLLM_MAX_BATCH_SIZE must be a whole number of at least 1, not 'x'"),
         ("MODALITY", "video", "MODALITY must be text or multimodal, not 'video'"),
         ("DYN_MM_ALLOW_INTERNAL", "maybe", "DYN_MM_ALLOW_INTERNAL must be true or false, not 'maybe'"),
-        ("DYN_REQUEST_PLANE", "http", "the variable behind --request-plane must be one of tcp, nats, not 'http'"),
+        ("DYN_REQUEST_PLANE", "http", "DYN_REQUEST_PLANE must be one of tcp, nats, not 'http'"),
         ("DYN_STORE_KV", "disk", "DYN_STORE_KV must be etcd, file or mem, not 'disk'"),
     ],
 )
@@ -553,7 +589,7 @@ def test_a_bad_variable_is_named(variable: str, text: str, sentence: str, monkey
 @pytest.mark.parametrize("variable", ["DYN_ENGINE_REQUEST_LIMIT", "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB"])
 def test_a_bad_variable_of_dynamos_own_ends_the_start(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "x")
-    assert refusal([]).startswith("a variable of Dynamo's runtime options has a value of the wrong kind: ")
+    assert refusal([]) == f"{variable} has a value of the wrong kind: --help says which it takes"
 
 
 def test_a_flag_given_twice_takes_its_last_value_and_an_empty_one_counts_as_not_given() -> None:

@@ -19,6 +19,8 @@ from dynamo.trtllm.utils import kinds
 from dynamo.trtllm.utils.json_text import parse_json
 
 ENVIRONMENT_PREFIX = "DYN_TRTLLM_"
+_LONGEST_S = 1e9
+"""Thirty years: beyond any wait, and within what clocks and timers take."""
 TRUE_WORDS = frozenset({"true", "1", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "0", "no", "off"})
 
@@ -47,6 +49,28 @@ def _above_zero(text: str) -> float:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = _above_zero(text)
+    if value > _LONGEST_S:
+        raise ValueError
+    return value
+
+
+def _mebibytes(text: str) -> int:
+    return int(_size(text, MEBIBYTE) * MEBIBYTE)
+
+
+def _gigabytes(text: str) -> float:
+    return _size(text, 1024 * MEBIBYTE)
+
+
+def _size(text: str, unit: int) -> float:
+    value = _above_zero(text)
+    if value * unit > kinds.LARGEST_BYTES:
+        raise ValueError
+    return value
+
+
 def _fraction(text: str) -> float:
     value = float(text)
     if not kinds.FRACTION.accepts(value):
@@ -55,7 +79,7 @@ def _fraction(text: str) -> float:
 
 
 def _mebibytes_or_none(text: str) -> int:
-    return 0 if float(text) == 0 else int(_above_zero(text) * MEBIBYTE)
+    return 0 if float(text) == 0 else _mebibytes(text)
 
 
 def _truth(text: str) -> bool:
@@ -72,10 +96,29 @@ def _endpoint(text: str) -> str:
 
 
 def _directory(text: str) -> Path:
-    path = Path(text).expanduser()
-    if not path.is_dir():
+    path = _path(text)
+    if not _is_directory(path):
         raise ValueError
     return path.resolve()
+
+
+def _path(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # `~someone` that nobody is
+        raise ValueError from None
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, or behind a directory that may not be searched
+        raise ValueError from None
+
+
+def _model_path(text: str) -> str:
+    _is_directory(Path(text))
+    return text
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -88,6 +131,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _served_names(text: str) -> tuple[str, ...]:
     from dynamo.common.configuration.utils import split_served_model_names
 
+    text.encode()  # raises ValueError for bytes of a command line that are no text
     return tuple(split_served_model_names(text))
 
 
@@ -122,19 +166,19 @@ def _one_of(words: Sequence[str]) -> str:
 
 TEXT = Kind("a text", str)
 COUNT = Kind(kinds.COUNT.wanted, _count, metavar="N")
-SECONDS = Kind("a number of seconds above 0", _above_zero, metavar="SECONDS")
+SECONDS = Kind("a number of seconds above 0", _seconds, metavar="SECONDS")
 FRACTION = Kind(kinds.FRACTION.wanted, _fraction, metavar="FRACTION")
 MEBIBYTES = Kind(
-    "a size in MB above 0", lambda text: int(_above_zero(text) * MEBIBYTE), metavar="MB", show=lambda size: f"{size / MEBIBYTE:g}"
+    "a size in MB above 0", _mebibytes, metavar="MB", show=lambda size: f"{size / MEBIBYTE:g}"
 )
 MEBIBYTES_OR_NONE = Kind("a size in MB, or 0 to turn it off", _mebibytes_or_none, metavar="MB", show=MEBIBYTES.show)
-GIGABYTES = Kind("a size in GB above 0", _above_zero, metavar="GB")
+GIGABYTES = Kind("a size in GB above 0", _gigabytes, metavar="GB")
 TRUTH = Kind("true or false", _truth, metavar="{true,false}", show=lambda on: str(on).lower())
 SWITCH = Kind("true or false", _truth, show=lambda on: str(on).lower())
 """Takes no value on the command line and has a `--no-` form; in the environment it is a truth value."""
 ENDPOINT = Kind("an endpoint of the form dyn://namespace.component.endpoint", _endpoint, metavar="ENDPOINT")
 DIRECTORY = Kind("a directory that exists", _directory, metavar="DIRECTORY")
-FILE = Kind("a file", lambda text: Path(text).expanduser(), metavar="FILE")
+FILE = Kind("a file", _path, metavar="FILE")
 JSON_OBJECT = Kind("a JSON object", _json_object, metavar="JSON")
 
 ROLES = _member(Role, {"prefill_and_decode": "agg", "pd": "agg"})
@@ -184,7 +228,7 @@ _MODEL = (
         name="--model-path",
         also=("--model",),
         plain="MODEL_PATH",
-        kind=TEXT,
+        kind=Kind("a directory that can be looked into, a Hugging Face name, or the word demo", _model_path),
         lands="model.path",
         help="Model: a directory, a Hugging Face name, or the word demo.",
     ),

@@ -56,6 +56,8 @@ from dynamo.trtllm.utils.settings import (
 from dynamo.trtllm.utils.yaml_files import read_yaml
 
 Settings = Mapping[str, Setting]
+_PAYLOAD_BYTES = 1 << 20
+_NO_DUMP = "the file of --dump-config-to cannot be written: give a path in a directory that exists"
 _DUMPED = 2000
 """Characters of one engine argument that the start-up log and `--check` print at most."""
 
@@ -103,7 +105,7 @@ def _parse_flags(arguments: Sequence[str]) -> tuple[list[Said], Any]:
     try:
         DynamoRuntimeArgGroup().add_arguments(parser)
     except (ValueError, argparse.ArgumentTypeError) as error:
-        raise StartupError(f"a variable of Dynamo's runtime options has a value of the wrong kind: {error}") from error
+        raise StartupError(f"{_variables_in(str(error))} has a value of the wrong kind: --help says which it takes") from error
     namespace, unknown = parser.parse_known_args(arguments)
     refuse_unknown(unknown, [spelling for spelling in parser._option_string_actions if spelling.startswith("--")])
     given = getattr(namespace, "given", [])
@@ -111,7 +113,7 @@ def _parse_flags(arguments: Sequence[str]) -> tuple[list[Said], Any]:
         value = getattr(namespace, action.dest, None)
         if action.choices is not None and value is not None and value not in action.choices:
             wanted = ", ".join(map(str, action.choices))
-            raise StartupError(f"the variable behind {action.option_strings[0]} must be one of {wanted}, not {value!r}")
+            raise StartupError(f"{_variables_in(repr(value))} must be one of {wanted}, not {value!r}")
     _apply_old_spellings(namespace, given, arguments)
     runtime = DynamoRuntimeConfig.from_cli_args(namespace)
     try:
@@ -119,6 +121,12 @@ def _parse_flags(arguments: Sequence[str]) -> tuple[list[Said], Any]:
     except ValueError as error:
         raise StartupError(f"{error}") from error
     return given, runtime
+
+
+def _variables_in(text: str) -> str:
+    """The variables of Dynamo whose value stands in quotes in `text`; Dynamo itself does not name them."""
+    given = sorted(name for name, value in os.environ.items() if name.startswith("DYN_") and repr(value) in text)
+    return " or ".join(given) or "a variable of Dynamo's runtime options"
 
 
 def _apply_old_spellings(namespace: argparse.Namespace, given: Sequence[Said], arguments: Sequence[str]) -> None:
@@ -301,6 +309,10 @@ def _runtime(role: Role, runtime: Any, fields: Mapping[str, Any]) -> RuntimeConf
     try:
         endpoint = ENDPOINT.convert(endpoint)
     except ValueError:
+        if not runtime.endpoint:
+            raise StartupError(
+                f"--namespace (DYN_NAMESPACE) must be a word without spaces, dots and slashes, not {runtime.namespace!r}"
+            ) from None
         raise StartupError(f"--endpoint must be {ENDPOINT.wanted}, not {endpoint!r}") from None
     if runtime.engine_request_limit is not None:
         os.environ["DYN_ENGINE_REQUEST_LIMIT"] = str(runtime.engine_request_limit)
@@ -320,7 +332,7 @@ def _runtime(role: Role, runtime: Any, fields: Mapping[str, Any]) -> RuntimeConf
         structural_tag=runtime.structural_tag,
         kv_state_endpoint=runtime.kv_state_endpoint,
         health_check_payload=_health_check_payload(runtime.health_check_payload),
-        dump_config_to=runtime.dump_config_to,
+        dump_config_to=_dump_file(runtime.dump_config_to),
     )
 
 
@@ -351,12 +363,33 @@ def _health_check_payload(text: str | None) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        content = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+        content = _read_payload(Path(text[1:])) if text.startswith("@") else text
         payload: dict[str, Any] = JSON_OBJECT.convert(content)
     except (OSError, ValueError) as error:
         raise StartupError("--health-check-payload must be a JSON object, or @FILE with one in it") from error
     os.environ["DYN_HEALTH_CHECK_PAYLOAD"] = json.dumps(payload)
     return payload
+
+
+def _read_payload(path: Path) -> str:
+    """At most `_PAYLOAD_BYTES` of a file; devices and pipes may have no end. Raises `OSError` and `ValueError`."""
+    if not path.is_file() or path.stat().st_size > _PAYLOAD_BYTES:
+        raise ValueError
+    return path.read_text(encoding="utf-8")
+
+
+def _dump_file(text: str | None) -> str | None:
+    """The path of `--dump-config-to` if a file can be there; an empty one counts as not given."""
+    if not text:
+        return None
+    path = Path(text)
+    try:
+        fits = path.parent.is_dir() and not path.is_dir()
+    except (OSError, ValueError):
+        fits = False
+    if not fits:
+        raise StartupError(_NO_DUMP)
+    return text
 
 
 def _truth_of(variable: str, default: bool = False) -> bool:
@@ -411,7 +444,7 @@ def write_config(config: WorkerConfig) -> None:
     try:
         Path(config.runtime.dump_config_to).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise StartupError("the file of --dump-config-to cannot be written: give a path in a directory that exists") from error
+        raise StartupError(_NO_DUMP) from error
 
 
 def dump_engine_args(engine: EngineConfig) -> str:

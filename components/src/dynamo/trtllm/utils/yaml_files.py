@@ -78,11 +78,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    if path.is_fifo() and not str(path).startswith(_PIPES_OF_A_SHELL):
-        raise StartupError(
-            f"the engine configuration {path} is a pipe that may never end: give the path of a YAML file"
-        )
     try:
+        if path.is_fifo() and not str(path).startswith(_PIPES_OF_A_SHELL):
+            raise StartupError(
+                f"the engine configuration {path} is a pipe that may never end: give the path of a YAML file"
+            )
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
