@@ -339,12 +339,23 @@ async def test_a_second_signal_exits_at_once(world: World, monkeypatch: pytest.M
 
 
 @pytest.mark.asyncio
-async def test_a_registration_that_fails_ends_the_run_and_its_health_watch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (StartupError("no"), "no"),
+        (Exception("no such directory"), "cannot register with discovery etcd: no such directory"),
+    ],
+)
+async def test_a_registration_that_fails_ends_the_run_in_one_sentence_and_its_health_watch(
+    error: Exception, words: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refused(*args: Any, **options: Any) -> None:
-        raise StartupError("no")
+        raise error
 
     monkeypatch.setattr(runtime, "register_model", refused)
-    assert str(await outcome(world.run())) == "no"
+    ended = await outcome(world.run())
+    assert isinstance(ended, StartupError)
+    assert str(ended) == words
     await until(lambda: not any(task.get_name() == "engine-health" for task in asyncio.all_tasks()))
 
 
@@ -457,3 +468,16 @@ async def test_a_model_is_a_directory_the_demo_or_a_name_that_is_fetched(tmp_pat
 
 def test_the_demo_model_is_shipped() -> None:
     assert (model_files.DEMO_DIRECTORY / "config.json").is_file()
+
+
+@pytest.mark.asyncio
+async def test_an_endpoint_that_cannot_be_served_ends_the_run_in_one_sentence(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*args: Any, **options: Any) -> None:
+        raise Exception("Failed to resolve configured TCP RPC host")
+
+    monkeypatch.setattr(FakeEndpoint, "serve_endpoint", refused)
+    ended = await outcome(world.run())
+    assert isinstance(ended, StartupError)
+    assert str(ended) == "cannot serve dyn://dynamo.tensorrt_llm.generate: Failed to resolve configured TCP RPC host"

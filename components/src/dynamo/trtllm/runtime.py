@@ -95,16 +95,11 @@ class Service:
         metrics.expose(self._endpoint, self._config)
         health = asyncio.create_task(self._watch_engine(), name="engine-health")
         try:
-            await self._register()
+            await self._register_first()
             self._presence = asyncio.create_task(self._watch_discovery(), name="presence")
             self._install_signals()  # until here a signal ends the process at once
             logger.info("serving %s as %s at %s", self._config.model.name, self._config.role.value, self._config.runtime.endpoint)
-            await self._endpoint.serve_endpoint(
-                egress.endpoint_handler(),
-                graceful_shutdown=True,
-                metrics_labels=[("model", self._config.model.name)],
-                health_check_payload=health_check_payload(self._config.role),
-            )
+            await self._serve(egress)
             if self._shutdown is None:
                 logger.error("the runtime stopped serving by itself, leaving")
                 self._exit_code = EXIT_FAILED
@@ -128,6 +123,26 @@ class Service:
         exit_after(max(get_grace_period_seconds(), _LEAST_TO_LEAVE_S))
         if self._shutdown is None:
             self._begin_shutdown(grace_s=0.0)
+
+    async def _serve(self, egress: Egress) -> None:
+        try:
+            await self._endpoint.serve_endpoint(
+                egress.endpoint_handler(),
+                graceful_shutdown=True,
+                metrics_labels=[("model", self._config.model.name)],
+                health_check_payload=health_check_payload(self._config.role),
+            )
+        except Exception as error:  # the binding raises plain Exception
+            raise StartupError(f"cannot serve {self._config.runtime.endpoint}: {error}") from error
+
+    async def _register_first(self) -> None:
+        try:
+            await self._register()
+        except StartupError:
+            raise
+        except Exception as error:  # as above
+            backend = self._config.runtime.discovery_backend
+            raise StartupError(f"cannot register with discovery {backend}: {error}") from error
 
     async def _register(self) -> None:
         config, model = self._config, self._config.model

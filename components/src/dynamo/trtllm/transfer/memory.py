@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from dynamo.trtllm.errors import LimitFault
+from dynamo.trtllm.config import MEBIBYTE
+from dynamo.trtllm.errors import LimitFault, StartupError
 from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES, TransferDescriptor
 from dynamo.trtllm.transfer.pool import Pool, Segment, Slots, round_up
 from dynamo.trtllm.transfer.transport import INLINE_COPY_BYTES, Transport
@@ -40,8 +41,12 @@ class Memory:
         self._settled = False
 
     async def open(self) -> None:
-        """Reserve and register the pool in this process's ordinary memory."""
-        await self._pool_for("cpu")
+        """Reserve and register the pool in this process's ordinary memory. Raises `StartupError`."""
+        try:
+            await self._pool_for("cpu")
+        except RuntimeError as error:  # what torch raises where there is no memory
+            size = f"{self._pool_bytes / MEBIBYTE:g} MB"
+            raise StartupError(f"no memory for a transfer pool of {size}: lower --transfer-pool-mb") from error
 
     async def settle(self) -> None:
         """From now on nothing is given back: the transport, which is closed next, still knows all memory."""
