@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, MediaConfig, Modality
+from dynamo.trtllm.core import DecodedImage, EncodedImage, TokenBudget
 from dynamo.trtllm.engines.double import DoubleEngine
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, EngineInfo
-from dynamo.trtllm.multimodal.loader import MediaLoader, TokenBudget
+from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 
 PLACEHOLDER = 9

@@ -14,7 +14,8 @@ import pytest
 from dynamo.llm import exceptions as dynamo
 
 from dynamo.trtllm import egress as module
-from dynamo.trtllm.egress import DIRECT_CHUNKS, CancelWatch, Context, Egress, Outlet, StreamClosed
+from dynamo.trtllm.core import Context
+from dynamo.trtllm.egress import DIRECT_CHUNKS, CancelWatch, Egress, Outlet, StreamClosed
 from dynamo.trtllm.errors import (
     ClientFault,
     EngineDead,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.trtllm.engines.port import Step, StepLogprobs, TokenLogprob, Usage
+from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest, Handoff
 from dynamo.trtllm.transfer.descriptor import PeerIdentity, TensorSpec, TransferDescriptor

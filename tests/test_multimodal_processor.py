@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.config import EngineConfig, EngineKind
-from dynamo.trtllm.egress import Context
+from dynamo.trtllm.core import Context, DecodedImage, EncodedImage, MediaItem, PlacedMedia, Prompt, TokenBudget
 from dynamo.trtllm.engines.double import DoubleEngine
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, EngineInfo, PlacedMedia, Prompt
+from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
-from dynamo.trtllm.multimodal.loader import MediaItem, TokenBudget
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor, expand
 from dynamo.trtllm.request import Request, parse_request

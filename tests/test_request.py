@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
+from dynamo.trtllm.core import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.request import Request, parse_request

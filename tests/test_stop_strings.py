@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
-from dynamo.trtllm.egress import Context, Egress
-from dynamo.trtllm.engines.port import Step, StepLogprobs, TokenLogprob, Usage
+from dynamo.trtllm.core import Context, Step, StepLogprobs, TokenLogprob, Usage
+from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from dynamo.trtllm.response import Chunk, Output
 from dynamo.trtllm.stop_strings import StopStrings

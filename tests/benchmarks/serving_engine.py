@@ -25,8 +25,9 @@ import transformers  # noqa: E402
 import uvloop  # noqa: E402
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality  # noqa: E402
+from dynamo.trtllm.core import DecodedImage, Sampling  # noqa: E402
 from dynamo.trtllm.demo.pictures import draw  # noqa: E402
-from dynamo.trtllm.engines.port import DecodedImage, EngineRequest, Sampling  # noqa: E402
+from dynamo.trtllm.engines.port import EngineRequest  # noqa: E402
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine  # noqa: E402
 from dynamo.trtllm.model_files import resolve_model  # noqa: E402
 from dynamo.trtllm.multimodal_processor import expand  # noqa: E402

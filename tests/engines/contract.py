@@ -7,20 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.trtllm.engines.port import (
-    DecodedImage,
-    EncodedImage,
-    Engine,
-    EngineInfo,
-    EngineRequest,
-    PlacedMedia,
-    Prompt,
-    Sampling,
-    Step,
-    StepLogprobs,
-    Tokens,
-    Usage,
-)
+from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Prompt, Sampling, Step, StepLogprobs, Tokens, Usage
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest
 
 
 @dataclass

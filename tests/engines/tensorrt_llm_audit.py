@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from dynamo.trtllm.config import Role
-from dynamo.trtllm.engines.port import EncodedImage, EngineRequest, EngineState, Prompt
+from dynamo.trtllm.core import EncodedImage, Prompt
+from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
@@ -231,9 +232,7 @@ async def dictionary_of_llama4(place: Place) -> None:
 
 
 def assert_given_dictionaries(place: Place, count: int) -> None:
-    inputs = next(
-        call["inputs"] for call in reversed(instances()[-1].seen) if call["disaggregated_params"] is None
-    )
+    inputs = next(call["inputs"] for call in reversed(instances()[-1].seen) if call["disaggregated_params"] is None)
     if place.is_old:
         given = inputs["multi_modal_embeddings"]["image"]
         assert [(each["image_special_tokens"], tuple(each["mm_embeddings"].shape)) for each in given] == [
@@ -309,9 +308,7 @@ async def stop_tokens_under_ignore_eos(place: Place) -> None:
         assert len(free) == 60
         for at in (1, 3):
             stop = free[at]
-            asked = ask(
-                max_tokens=60, ignore_eos=True, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({stop})
-            )
+            asked = ask(max_tokens=60, ignore_eos=True, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({stop}))
             for output in (await generate(engine, asked), await over_json(engine, asked)):
                 assert (output.finish, output.stop_reason) == ("stop", stop)
                 assert output.token_ids == free[: free.index(stop)]

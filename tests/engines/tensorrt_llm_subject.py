@@ -17,7 +17,8 @@ import pytest
 from PIL import Image
 
 from dynamo.trtllm.config import EngineConfig, Modality, Role
-from dynamo.trtllm.engines.port import DecodedImage, EngineInfo, EngineRequest, PlacedMedia, Prompt, Sampling
+from dynamo.trtllm.core import DecodedImage, PlacedMedia, Prompt, Sampling
+from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 
 RELEASES = ("1.2.1", "1.3.0rc29")

@@ -11,8 +11,8 @@ import pytest_asyncio
 from PIL import Image
 
 from dynamo.trtllm.config import EngineConfig, EngineKind
+from dynamo.trtllm.core import DecodedImage
 from dynamo.trtllm.engines.factory import create_engine
-from dynamo.trtllm.engines.port import DecodedImage
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from engines.contract import Subject, generate, place, request, split, steps_of

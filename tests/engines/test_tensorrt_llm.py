@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.config import Modality, Role
-from dynamo.trtllm.engines.port import EngineState, GuidedDecoding, Prompt, Sampling, Step
+from dynamo.trtllm.core import GuidedDecoding, Prompt, Sampling, Step
+from dynamo.trtllm.engines.port import EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.request_ids import id_maker
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError

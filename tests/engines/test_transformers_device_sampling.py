@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo.trtllm.engines.port import Sampling, StepLogprobs
+from dynamo.trtllm.core import Sampling, StepLogprobs
 from dynamo.trtllm.engines.transformers.device_sampling import Kind, choose, read, uniforms
 from dynamo.trtllm.engines.transformers.rows import RowTable
 from dynamo.trtllm.engines.transformers.sampling import Choice, make_choice, sample, uniform
@@ -107,12 +107,8 @@ def test_penalties_follow_the_tokens_that_the_device_chose() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2, "presence_penalty": 1.0}]
-)
-def test_a_row_that_is_not_finite_is_told_apart_and_its_token_is_still_an_id(
-    bad: float, sampling: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2, "presence_penalty": 1.0}])
+def test_a_row_that_is_not_finite_is_told_apart_and_its_token_is_still_an_id(bad: float, sampling: dict[str, Any]) -> None:
     sequences = [_sequence(0, (3,), **sampling) for _ in range(3)]
     choices = [s.choice for s in sequences]
     table, kind = _table(sequences), Kind.of(choices, VOCABULARY)

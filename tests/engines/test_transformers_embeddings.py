@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
+from dynamo.trtllm.core import DecodedImage, EncodedImage
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.errors import ClientFault
 from engines.contract import generate, place, request

@@ -12,7 +12,8 @@ import pytest_asyncio
 import torch
 from PIL import Image
 
-from dynamo.trtllm.engines.port import DecodedImage, EngineInfo, EngineRequest, PlacedMedia
+from dynamo.trtllm.core import DecodedImage, PlacedMedia
+from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from engines.contract import Output, generate, request, split
 from engines.families import (

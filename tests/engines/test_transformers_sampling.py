@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
+from dynamo.trtllm.core import GuidedDecoding, Sampling
 from dynamo.trtllm.engines.transformers.sampling import Choice, make_choice, sample, uniform
 from dynamo.trtllm.errors import ClientFault
 

@@ -15,17 +15,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from dynamo.trtllm.engines.port import (
-    DecodedImage,
-    EncodedImage,
-    EngineRequest,
-    EngineState,
-    PlacedMedia,
-    Prefilled,
-    Prompt,
-    Sampling,
-    Step,
-)
+from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Prompt, Sampling, Step
+from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner

@@ -10,18 +10,10 @@ import pytest
 import torch
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
+from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Prompt
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.engines.factory import create_engine
-from dynamo.trtllm.engines.port import (
-    DecodedImage,
-    EncodedImage,
-    Engine,
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    PlacedMedia,
-    Prompt,
-)
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState
 from dynamo.trtllm.engines.transformers.graphs import Recorder
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from engines.contract import Output, add, generate, request, split

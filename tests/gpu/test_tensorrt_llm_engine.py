@@ -12,7 +12,8 @@ import pytest
 import pytest_asyncio
 
 from dynamo.trtllm.config import Role
-from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prompt, Sampling
+from dynamo.trtllm.core import Prompt, Sampling
+from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.errors import ClientFault, StartupError
 from engines.contract import Output, add, generate
 from gpu.tensorrt_llm_machine import NEEDS_LIBRARY, config, started

@@ -12,7 +12,8 @@ import pytest_asyncio
 from PIL import Image, ImageDraw
 
 from dynamo.trtllm.config import Role
-from dynamo.trtllm.engines.port import DecodedImage, EngineRequest, EngineState, PlacedMedia, Prompt, Sampling
+from dynamo.trtllm.core import DecodedImage, PlacedMedia, Prompt, Sampling
+from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.model import describe_model
 from engines.contract import Output, add, generate
 from gpu.tensorrt_llm_machine import NEEDS_IMAGES, TRANSCEIVER, VLM, config, started

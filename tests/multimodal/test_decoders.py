@@ -18,7 +18,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from dynamo.trtllm.config import MediaConfig
-from dynamo.trtllm.engines.port import DecodedImage
+from dynamo.trtllm.core import DecodedImage
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
 from dynamo.trtllm.multimodal.decode import BROKEN, ImageHeader, check_header, decode
 from dynamo.trtllm.multimodal.decoders import SMALL_PIXELS, decode_apart
@@ -116,9 +116,7 @@ async def test_many_at_once_do_not_mix() -> None:
         ),
     ],
 )
-async def test_refusals_come_back_in_the_same_words(
-    data: bytes, words: str, fault: type[ClientFault]
-) -> None:
+async def test_refusals_come_back_in_the_same_words(data: bytes, words: str, fault: type[ClientFault]) -> None:
     with pytest.raises(fault) as caught:
         await decode_apart(data, SMALL, CONFIG)
     assert type(caught.value) is fault

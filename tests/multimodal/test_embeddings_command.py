@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from dynamo.trtllm.config import MediaConfig
+from dynamo.trtllm.core import EncodedImage
 from dynamo.trtllm.embeddings import file_content, main, parse
-from dynamo.trtllm.engines.port import EncodedImage
 from dynamo.trtllm.multimodal.decode import decode_image
 from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from engines.families import make_tiny_engine
@@ -45,9 +45,7 @@ def test_a_file_holds_levels_and_grid_in_the_form_that_a_worker_reads_back(tmp_p
         assert loaded.auxiliary == {"image_grid_thw": [[1, 4, 4]]}
 
 
-def test_one_image_gives_one_file_of_either_format(
-    picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_image_gives_one_file_of_either_format(picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     contents = []
     for name in ("x.pt", "x.safetensors"):
         output = tmp_path / name

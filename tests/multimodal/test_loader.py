@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.config import Modality
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
+from dynamo.trtllm.core import DecodedImage, EncodedImage, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
-from dynamo.trtllm.multimodal.loader import MediaLoader, TokenBudget, nbytes
+from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart
 from fakes import cancelled, outcome, until
 from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, ROOMY, GatedEngine, loader_over, parts, png_url, write_embeddings

@@ -14,11 +14,10 @@ import pytest_asyncio
 from dynamo.llm import exceptions as dynamo
 
 from dynamo.trtllm.config import MediaConfig, PeerConfig
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import EncodedImage
+from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, PeerFault, PeerTimeout, PeerUnavailable
 from dynamo.trtllm.multimodal import remote as module
-from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
+from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.multimodal.remote import RemoteEncoder
 from dynamo.trtllm.peers import PeerClient

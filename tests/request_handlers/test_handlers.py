@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.config import Modality, ModelConfig, PeerConfig, Role, TransferConfig, WorkerConfig
-from dynamo.trtllm.engines.port import Step, StepLogprobs, TokenLogprob, Usage
+from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.multimodal.files_apart import FilesApart
 from dynamo.trtllm.multimodal.loader import MediaLoader

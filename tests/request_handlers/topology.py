@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, EngineKind
+from dynamo.trtllm.core import Step, Tokens
 from dynamo.trtllm.engines.double import DoubleEngine
-from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled, Step, Tokens
+from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers import PeerClient, PrefillPeers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler

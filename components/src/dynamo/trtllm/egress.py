@@ -21,6 +21,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Protocol
 
+from dynamo.trtllm.core import Context
 from dynamo.trtllm.errors import (
     ClientFault,
     EngineDead,
@@ -50,16 +51,6 @@ refused without another wait, so that a client waits for one deadline of a worke
 _REASON_CHARACTERS = 200
 STOPPED_READING = "the client stopped reading"
 _WATCH_INTERVAL_S = 0.05
-
-
-class Context(Protocol):
-    """The part of Dynamo's request context that this worker uses."""
-
-    def id(self) -> str: ...
-    def is_stopped(self) -> bool: ...
-    def stop_generating(self) -> None: ...
-    def detached(self, id: str) -> Context: ...
-    def trace_headers(self) -> Mapping[str, str] | None: ...
 
 
 class Sender(Protocol):

@@ -23,7 +23,7 @@ from dynamo.trtllm.errors import ClientFault, StartupError, WorkerError
 if TYPE_CHECKING:
     import torch
 
-    from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
+    from dynamo.trtllm.core import DecodedImage, EncodedImage
     from dynamo.trtllm.multimodal.fetch import Fetcher
 
 SUFFIXES = (".pt", ".safetensors")

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dynamo.trtllm.engines.port import FinishReason, Step, StepLogprobs, Usage
+from dynamo.trtllm.core import FinishReason, Step, StepLogprobs, Usage
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import EncodedImage, EngineInfo, PlacedMedia, Prompt
-from dynamo.trtllm.errors import ClientFault, PartFault
-from dynamo.trtllm.multimodal.loader import MediaItem, TokenBudget
+from dynamo.trtllm.core import Context, EncodedImage, MediaItem, PlacedMedia, Prompt, TokenBudget
+from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.request import Request
 
@@ -40,7 +39,7 @@ class MultimodalProcessor:
         placeholder = self._info.image_placeholder_id
         places = request.token_ids.count(placeholder) if placeholder is not None else 0
         budget = TokenBudget(len(request.token_ids) - places, self._info.context_length)
-        budget.check(places)
+        self._require_room(budget, places)
         if not request.media:
             _check_places(places, 0)
             return Prompt(request.token_ids)
@@ -51,8 +50,12 @@ class MultimodalProcessor:
             _check_places(places, len(request.media))
         items = await self._media.load(request.media, budget, context)
         prompt = expand(request.token_ids, placeholder, items, request.text)
-        budget.check(len(prompt.token_ids) - budget.text_tokens)
+        self._require_room(budget, len(prompt.token_ids) - budget.text_tokens)
         return prompt
+
+    @staticmethod
+    def _require_room(budget: TokenBudget, media_tokens: int) -> None:
+        require_room(budget.total(media_tokens), budget.context_length, with_images=media_tokens > 0)
 
     def stats(self) -> Mapping[str, float]:
         return self._media.stats()

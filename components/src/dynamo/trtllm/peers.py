@@ -26,7 +26,7 @@ from dynamo.llm.exceptions import (
     StreamIncomplete,
 )
 
-from dynamo.trtllm.egress import Context
+from dynamo.trtllm.core import Context
 from dynamo.trtllm.errors import ClientFault, EngineFault, PeerFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from dynamo.trtllm.engines.port import GuidedDecoding, Sampling
+from dynamo.trtllm.core import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, require_known_content
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo.trtllm.engines.port import Step, StepLogprobs, Tokens, Usage
+from dynamo.trtllm.core import Step, StepLogprobs, Tokens, Usage
 
 Chunk = dict[str, Any]
 Output = Step | Tokens | Chunk

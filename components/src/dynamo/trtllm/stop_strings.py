@@ -14,7 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamo.trtllm.engines.port import Step, Usage
+from dynamo.trtllm.core import Step, Usage
 from dynamo.trtllm.request import prompt_ids
 from dynamo.trtllm.response import Output
 

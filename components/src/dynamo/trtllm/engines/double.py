@@ -15,23 +15,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig
-from dynamo.trtllm.engines.port import (
-    DecodedImage,
-    EncodedImage,
-    Engine,
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    FinishReason,
-    Prefilled,
-    Sampling,
-    Step,
-    StepLogprobs,
-    TokenLogprob,
-    Tokens,
-    Usage,
-)
-from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
+from dynamo.trtllm.core import DecodedImage, EncodedImage, FinishReason, Sampling, Step, StepLogprobs, TokenLogprob, Tokens, Usage
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError, require_room
 
 STATE_SCHEMA = 1
 _HIDDEN = 8
@@ -171,8 +157,7 @@ class DoubleEngine(Engine):
         count, limit = len(request.prompt.token_ids), self._script.reject_prompt_over
         if limit is not None and count > limit:
             raise ClientFault(f"the prompt has {count} tokens, the engine takes {limit}")
-        if count >= self._script.context_length:
-            raise ClientFault(f"the prompt has {count} tokens, the context length is {self._script.context_length}")
+        require_room(count, self._script.context_length)
 
     def _length(self, request: EngineRequest) -> int:
         """Number of output tokens after which the request ends by length."""

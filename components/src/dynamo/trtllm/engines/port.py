@@ -2,7 +2,7 @@
 
 Life of an engine: `start` once, then any number of `encode`, `generate`, `prefill` and `decode` calls side by side, then `close`
 once. All calls are made on one event loop; blocking work is the adapter's to move off it. Adapters import their library
-inside, so this module needs neither torch nor an engine.
+inside, so this module needs neither torch nor an engine. What a request and its answer are made of is in `core.py`.
 
 Contract, held by one test suite for every adapter (`tests/engines/test_contract.py`):
 * Tokens depend on the request alone: the same request gives the same tokens alone, beside others, and in two stages.
@@ -21,13 +21,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from dynamo.trtllm.core import DecodedImage, EncodedImage, Prompt, Sampling, Step, Tokens
 
 if TYPE_CHECKING:
     import torch
-    from PIL import Image
-
-FinishReason = Literal["stop", "eos", "length", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,88 +53,6 @@ class EngineInfo:
     """Facts for the start-up log and the model card, for instance the library's version."""
 
 
-@dataclass(frozen=True)
-class DecodedImage:
-    """One image as the model should see it: RGB, upright. `digest` names its content."""
-
-    digest: str
-    image: Image.Image
-
-
-@dataclass(frozen=True)
-class EncodedImage:
-    """One image's embeddings, from this engine's `encode`, from an encode worker, or from a file.
-
-    `tensors["features"]` is `[tokens, hidden]`, floating point; models with several feature levels add `features.1` and so on, of
-    the same number of rows. `token_ids` is what the image's placeholder becomes in the prompt: the rows of `features`
-    belong to those of its ids that equal the engine's image token, in order. `extras` is what the processor says beside it (grid,
-    sizes), as JSON.
-    """
-
-    digest: str
-    tensors: Mapping[str, torch.Tensor]
-    token_ids: tuple[int, ...]
-    extras: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
-
-@dataclass(frozen=True)
-class PlacedMedia:
-    """Media at its place: `Prompt.token_ids[start:start + length]` stand for it."""
-
-    item: DecodedImage | EncodedImage
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What to continue. `text` is the rendered prompt, for an engine release that cannot take token ids beside media."""
-
-    token_ids: tuple[int, ...]
-    media: tuple[PlacedMedia, ...] = ()
-    text: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuidedDecoding:
-    """One grammar that the output must follow; exactly one field is set."""
-
-    json: Any = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: tuple[str, ...] | None = None
-    json_object: bool = False
-    structural_tag: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How to choose tokens and when to stop. None leaves a choice out; without temperature, top-p and top-k it is greedy."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    max_tokens: int | None = None
-    """None: up to the context length."""
-    min_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    eos_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    """None: none; k: each token's own log probability and those of the k most likely ones."""
-    prompt_logprobs: int | None = None
-    guided: GuidedDecoding | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     """One request as the engine sees it."""
@@ -149,46 +66,6 @@ class EngineRequest:
     trace_headers: Mapping[str, str] | None = None
     media_hashes: tuple[str, ...] = ()
     """The frontend's hexadecimal hash of each media item, in order, for KV-aware routing; empty when it sent none."""
-
-
-class TokenLogprob(NamedTuple):
-    """A token's natural log probability and its rank, from 1, among all tokens."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-class StepLogprobs(NamedTuple):
-    """Log probabilities at one output position: of the chosen token, and of the most likely ones, best first."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...]
-
-
-class Usage(NamedTuple):
-    """Token counts of a finished request; `prompt_tokens` counts the expanded prompt."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-
-class Step(NamedTuple):
-    """What one engine step added to a request's output: usually one token, none only at the end."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[StepLogprobs] | None = None
-    finish: FinishReason | None = None
-    stop_reason: int | str | None = None
-    usage: Usage | None = None
-    """Set together with `finish`, and in the first step of `generate`: the frontend counts on from there for usage as it runs."""
-
-
-Tokens = list[int]
-"""A step that brought new token ids and nothing else, as almost all do: bare, because making and reading a `Step` takes half a
-microsecond of a worker's CPU for each token (measured). Whoever gets one leaves it as it is.
-"""
 
 
 @dataclass(frozen=True)

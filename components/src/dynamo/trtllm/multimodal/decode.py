@@ -29,7 +29,7 @@ from PIL import (
 )
 
 from dynamo.trtllm.config import MediaConfig
-from dynamo.trtllm.engines.port import DecodedImage
+from dynamo.trtllm.core import DecodedImage
 from dynamo.trtllm.errors import ClientFault, LimitFault
 from dynamo.trtllm.multimodal.colours import as_model, invert_16_bits, to_rgb
 from dynamo.trtllm.multimodal.formats import avif, bmp, gif, jpeg, png, tiff, webp
@@ -174,9 +174,7 @@ def _open(kind: str, essentials: bytes) -> ImageFile.ImageFile:
         return _FORMATS[kind].open(io.BytesIO(essentials))
     except SyntaxError as error:
         if kind == "TIFF":
-            raise ClientFault(
-                "this kind of TIFF is not read; save it as grey, RGB or CMYK, or as PNG"
-            ) from error
+            raise ClientFault("this kind of TIFF is not read; save it as grey, RGB or CMYK, or as PNG") from error
         raise
     except OSError as error:
         if kind == "BMP" and "nsupported" in str(error):  # a depth, compression or order of colours

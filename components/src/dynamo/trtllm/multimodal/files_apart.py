@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
+from dynamo.trtllm.core import Context, MediaItem, TokenBudget
+from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart, names_embedding_file
 from dynamo.trtllm.multimodal.remote import RemoteEncoder
 
@@ -17,9 +17,7 @@ class FilesApart:
         self._here = here
         self._files = files
 
-    async def load(
-        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
-    ) -> list[MediaItem]:
+    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
         """As `RemoteEncoder.load`; a request with pictures and files gets both, in its order."""
         files = [part for part in parts if names_embedding_file(part.url)]
         pictures = [part for part in parts if part not in files]

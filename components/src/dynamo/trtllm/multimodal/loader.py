@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo.trtllm.config import MediaConfig, Modality
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, Engine, EngineInfo
-from dynamo.trtllm.errors import LimitFault
+from dynamo.trtllm.core import Context, DecodedImage, EncodedImage, MediaItem, TokenBudget
+from dynamo.trtllm.engines.port import Engine, EngineInfo
+from dynamo.trtllm.errors import LimitFault, require_room
 from dynamo.trtllm.multimodal import decoders
 from dynamo.trtllm.multimodal.blocking import all_or_none, run_blocking
 from dynamo.trtllm.multimodal.cache import ContentCache
@@ -20,25 +20,8 @@ from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.parts import EmbeddingFile, MediaPart, Source, at_part, classify
 
-MediaItem = DecodedImage | EncodedImage
-
 _INSPECT_INLINE_BYTES = 64 * 1024
 """Hashing and reading the header of so little takes less than a hand-over to a thread."""
-
-
-@dataclass(frozen=True)
-class TokenBudget:
-    """How far media may expand a prompt: `text_tokens` are taken already, `context_length` is the limit for all."""
-
-    text_tokens: int
-    context_length: int
-
-    def check(self, media_tokens: int) -> None:
-        """Raise `LimitFault`, naming both counts, when the prompt would leave no room for a single output token."""
-        total = self.text_tokens + media_tokens
-        if total >= self.context_length:
-            images = " with its images" if media_tokens else ""
-            raise LimitFault(f"the prompt has {total} tokens{images}; the context length is {self.context_length}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,8 @@ class MediaLoader:
         for part, source, data in zip(parts, sources, contents, strict=True):
             if source not in inspected:
                 inspected[source] = await self._inspect(part, source, data)
-        budget.check(sum(inspected[source].tokens for source in sources))
+        media_tokens = sum(inspected[source].tokens for source in sources)
+        require_room(budget.total(media_tokens), budget.context_length, with_images=media_tokens > 0)
         items = await all_or_none([self._item(each) for each in inspected.values()])
         found = dict(zip(inspected, items, strict=True))
         return [found[source] for source in sources]

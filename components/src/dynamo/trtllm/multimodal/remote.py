@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dynamo.trtllm.config import MediaConfig, PeerConfig
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import EncodedImage
+from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PeerFault, PeerUnavailable
 from dynamo.trtllm.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
-from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget, nbytes
+from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart, at_part
 from dynamo.trtllm.peers import PeerClient, first_answer
 from dynamo.trtllm.transfer.port import Transfer

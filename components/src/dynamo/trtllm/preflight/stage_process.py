@@ -17,15 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, Role
-from dynamo.trtllm.engines.port import (
-    DecodedImage,
-    EncodedImage,
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    Prompt,
-    Sampling,
-)
+from dynamo.trtllm.core import DecodedImage, EncodedImage, Prompt, Sampling
+from dynamo.trtllm.engines.port import EngineInfo, EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.model import describe_model
 from dynamo.trtllm.multimodal_processor import expand
@@ -85,9 +78,7 @@ _GROUPS: Mapping[str, Callable[[EngineConfig, Sequence[str]], Awaitable[None]]] 
 }
 
 
-async def _start(
-    stack: AsyncExitStack, stages: Sequence[str], config: EngineConfig, *roles: Role
-) -> list[Started]:
+async def _start(stack: AsyncExitStack, stages: Sequence[str], config: EngineConfig, *roles: Role) -> list[Started]:
     """Engines of `roles`, closed with `stack`. When one does not start, that is the outcome of all
     `stages`."""
     started: list[Started] = []
@@ -171,9 +162,7 @@ def _config_for(config: EngineConfig, role: Role) -> EngineConfig:
     if role is not Role.ENCODE:
         cache = {**(args.get("kv_cache_config") or {}), "free_gpu_memory_fraction": SHARE_OF_PAIR}
         args["kv_cache_config"] = {**cache, "enable_block_reuse": False}
-    if role in (Role.PREFILL, Role.DECODE) and not (args.get("cache_transceiver_config") or {}).get(
-        "backend"
-    ):
+    if role in (Role.PREFILL, Role.DECODE) and not (args.get("cache_transceiver_config") or {}).get("backend"):
         backend = "NIXL" if platform.machine() == "x86_64" else "UCX"
         args["cache_transceiver_config"] = {"backend": backend, "max_tokens_in_buffer": LIMITS["max_seq_len"]}
     return replace(config, role=role, args=args, publish_kv_events=False, publish_metrics=False)
@@ -226,7 +215,5 @@ def _tokenize(directory: str, text: str) -> list[int] | None:
 
 
 if __name__ == "__main__":
-    given: EngineConfig = pickle.loads(
-        sys.stdin.buffer.read()
-    )  # written by `stages`, in the parent of this process
+    given: EngineConfig = pickle.loads(sys.stdin.buffer.read())  # written by `stages`, in the parent of this process
     asyncio.run(main(sys.argv[1], sys.argv[2:], given))

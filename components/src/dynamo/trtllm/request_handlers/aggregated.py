@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, Step, Tokens
+from dynamo.trtllm.core import Context, Step, Tokens
+from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request import parse_request
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats

@@ -9,8 +9,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState, Prompt, Step, Tokens
+from dynamo.trtllm.core import Context, Prompt, Step, Tokens
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState
 from dynamo.trtllm.errors import PeerFault, WorkerError
 from dynamo.trtllm.messages import Handoff
 from dynamo.trtllm.peers import PrefillPeers
@@ -102,9 +102,7 @@ class DecodeHandler(HandlerBase):
         else:
             await self._discard(handoff)
 
-    async def _abandon(
-        self, reading: asyncio.Task[EngineState], handoff: Handoff, request: Request, context: Context
-    ) -> None:
+    async def _abandon(self, reading: asyncio.Task[EngineState], handoff: Handoff, request: Request, context: Context) -> None:
         try:
             state = await reading
         except WorkerError as error:

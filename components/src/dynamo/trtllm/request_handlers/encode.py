@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import EncodedImage, Engine, EngineInfo
+from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
+from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineFault
 from dynamo.trtllm.messages import EncodedItem, EncodeReply, EncodeRequest
-from dynamo.trtllm.multimodal.loader import MediaItem, MediaLoader, TokenBudget
+from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
 from dynamo.trtllm.response import Chunk

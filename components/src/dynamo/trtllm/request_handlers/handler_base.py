@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, Prompt, Step, Tokens
+from dynamo.trtllm.core import Context, Prompt, Step, Tokens
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest
 from dynamo.trtllm.request import Request
 from dynamo.trtllm.response import Output
 from dynamo.trtllm.transfer.port import Offer, Transfer

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dynamo.trtllm.egress import Context
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled, Step, Tokens
+from dynamo.trtllm.core import Context, Step, Tokens
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.messages import Handoff
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request import Request, parse_request

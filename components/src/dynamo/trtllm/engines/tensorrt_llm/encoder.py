@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
+from dynamo.trtllm.core import DecodedImage, EncodedImage
 from dynamo.trtllm.engines.tensorrt_llm import faults, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
@@ -33,9 +33,7 @@ CLOSE_S = 10.0
 class ImageEncoder:
     """Owns the thread and its event loop. `is_dead` tells what is known of the engine, without asking it."""
 
-    def __init__(
-        self, encoder: Any, facts: ModelFacts, placeholder_id: int, at_once: int, is_dead: Callable[[], bool]
-    ) -> None:
+    def __init__(self, encoder: Any, facts: ModelFacts, placeholder_id: int, at_once: int, is_dead: Callable[[], bool]) -> None:
         self._encoder = encoder
         self._facts = facts
         self._placeholder_id = placeholder_id
@@ -137,9 +135,7 @@ class ImageEncoder:
             if grid is None:
                 raise EngineFault("the encoder did not say how an image is laid out")
             extras["grid"] = list(grid)
-        return EncodedImage(
-            image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras
-        )
+        return EncodedImage(image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras)
 
 
 def _open_all(*groups: Sequence[Any]) -> list[list[torch.Tensor]]:

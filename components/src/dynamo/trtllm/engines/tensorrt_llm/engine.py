@@ -15,17 +15,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.config import EngineConfig, Role
-from dynamo.trtllm.engines.port import (
-    DecodedImage,
-    EncodedImage,
-    Engine,
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    Prefilled,
-    Step,
-    Tokens,
-)
+from dynamo.trtllm.core import DecodedImage, EncodedImage, Step, Tokens
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.tensorrt_llm import (
     arguments,
     embeddings,
@@ -105,9 +96,7 @@ class TensorRTLLMEngine(Engine):
     def _start_encoder(self) -> EngineInfo:
         model, info = self._model, starting.describe_encoder(self._library, self._config, self._model)
         if not model.facts.encodes_apart or model.placeholder_id is None:
-            logger.warning(
-                "%s has no encoder of its own: this worker serves embedding files only", model.architecture
-            )
+            logger.warning("%s has no encoder of its own: this worker serves embedding files only", model.architecture)
             return info
         args = arguments.encoder_arguments(self._config, self._library)
         self._llm = starting.construct(self._library, self._library.multimodal_encoder, args)
@@ -131,9 +120,7 @@ class TensorRTLLMEngine(Engine):
         asked = self._submission
         return self._stream(request, lambda: asked.submit(request, asked.room(request)), 0, deferred=False)
 
-    def decode(
-        self, request: EngineRequest, first: Step, state: EngineState
-    ) -> AsyncGenerator[Step | Tokens, None]:
+    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
         async def submit() -> Submitted:
             if request.prompt.media:
                 raise EngineFault("decode was given media, which prefill has dealt with")
@@ -175,19 +162,14 @@ class TensorRTLLMEngine(Engine):
 
     async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
         if self._encoder is None:
-            raise ClientFault(
-                "pictures of this model are encoded where its prompt is; "
-                "this worker takes embedding files only"
-            )
+            raise ClientFault("pictures of this model are encoded where its prompt is; this worker takes embedding files only")
         with self._watch.flight() as flight:
             encoded = await self._encoder.encode(images)
             flight.waiting = False
             self._watch.steps += 1
             return encoded
 
-    def adopt_embeddings(
-        self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]
-    ) -> EncodedImage:
+    def adopt_embeddings(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedImage:
         model = self._model
         return embeddings.adopt(
             model.facts,
@@ -324,9 +306,7 @@ class TensorRTLLMEngine(Engine):
 
     async def _failed(self, request: EngineRequest, error: Exception) -> WorkerError:
         """What to raise for an exception of a result."""
-        logger.warning(
-            "The engine failed request %s: %s: %s", request.request_id, type(error).__name__, error
-        )
+        logger.warning("The engine failed request %s: %s: %s", request.request_id, type(error).__name__, error)
         return await self._death(error) or EngineFault("the engine failed this request")
 
     async def _death(self, error: BaseException) -> WorkerError | None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage, Prompt
+from dynamo.trtllm.core import DecodedImage, EncodedImage, Prompt
 from dynamo.trtllm.engines.tensorrt_llm import embeddings, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
@@ -51,18 +51,14 @@ class ModelInputs:
     front: str
 
     @classmethod
-    def of(
-        cls, library: Library, llm: Any, model: ModelDescription, placeholder_id: int | None
-    ) -> ModelInputs:
+    def of(cls, library: Library, llm: Any, model: ModelDescription, placeholder_id: int | None) -> ModelInputs:
         """What `llm`, started by `library`, takes: it is asked, where it can tell."""
         takes_handles = private.takes_handles(llm)
         return cls(
             model=model,
             placeholder_id=placeholder_id,
             takes_ids=private.takes_ids_beside_images(llm),
-            takes_handles=model.facts.encodes_apart
-            and takes_handles is not False
-            and private.handles_supported(),
+            takes_handles=model.facts.encodes_apart and takes_handles is not False and private.handles_supported(),
             takes_uuids="multi_modal_uuids" in library.prompt_keys,
             front=private.front_of_a_text(llm) if placeholder_id is not None else "",
         )
@@ -77,19 +73,11 @@ class ModelInputs:
         images = [item.image for item in items if isinstance(item, DecodedImage)]
         encoded = [item for item in items if isinstance(item, EncodedImage)]
         if images and encoded:
-            raise ClientFault(
-                "pictures and precomputed embeddings cannot be mixed in one request to this model"
-            )
+            raise ClientFault("pictures and precomputed embeddings cannot be mixed in one request to this model")
         if images:
             return self._images(prompt, images, uuids)
-        attached = self.model.facts.attaches_embeddings and all(
-            embeddings.FROM_FILE in item.extras for item in encoded
-        )
-        return (
-            self._by_handles(prompt, encoded)
-            if self.takes_handles and not attached
-            else self._attached(prompt, encoded)
-        )
+        attached = self.model.facts.attaches_embeddings and all(embeddings.FROM_FILE in item.extras for item in encoded)
+        return self._by_handles(prompt, encoded) if self.takes_handles and not attached else self._attached(prompt, encoded)
 
     def _images(self, prompt: Prompt, images: list[Any], uuids: Sequence[str]) -> EngineInputs:
         inputs: dict[str, Any] = {"prompt_token_ids": self.unexpanded(prompt)}
@@ -125,9 +113,7 @@ class ModelInputs:
         if mrope_keep:
             fields["mrope_position_ids_handle"] = private.make_handle(mrope_keep[0])
             fields["mrope_position_deltas_handle"] = private.make_handle(mrope_keep[1])
-        return EngineInputs(
-            inputs=inputs, special_tokens=special_tokens, disaggregated=fields, keep=(*keep, *mrope_keep)
-        )
+        return EngineInputs(inputs=inputs, special_tokens=special_tokens, disaggregated=fields, keep=(*keep, *mrope_keep))
 
     def _text(self, prompt: Prompt) -> tuple[dict[str, Any], bool]:
         """The rendered prompt, and whether the tokenizer may add special tokens: never a second of those in

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo.trtllm.engines.port import EngineRequest, Step, StepLogprobs, Usage
+from dynamo.trtllm.core import Step, StepLogprobs, Usage
+from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.engines.tensorrt_llm import handoff, mrope, sampling
 from dynamo.trtllm.errors import EngineFault
 
@@ -58,9 +59,7 @@ class Reader:
         """The step since `sent` tokens; None when it brought nothing to pass on."""
         self.seen, self.plain = True, self._simple
         if self._late_stops:
-            cut = sampling.find_stop(
-                output.token_ids, sent, self._late_stops, self._request.sampling.min_tokens
-            )
+            cut = sampling.find_stop(output.token_ids, sent, self._late_stops, self._request.sampling.min_tokens)
             if cut is not None:
                 return self._stopped(output, sent, cut)
         if output.finish_reason is not None:
@@ -105,9 +104,7 @@ class Reader:
         return Usage(len(prompt), completion_tokens, cached_tokens(result))
 
 
-def first_step(
-    request: EngineRequest, output: Any, token_ids: list[int], prompt_tokens: int, room: int, params: Any
-) -> Step:
+def first_step(request: EngineRequest, output: Any, token_ids: list[int], prompt_tokens: int, room: int, params: Any) -> Step:
     """The first token, and whether it ends the request: the context stage itself always stops after one
     token."""
     options = request.sampling
@@ -121,9 +118,7 @@ def first_step(
         return Step((), None, *ended, Usage(prompt_tokens, 0))
     rows = None
     if options.logprobs is not None:
-        rows = sampling.step_logprobs(
-            token_ids, output.logprobs or handoff.first_logprobs(params), options.logprobs
-        )
+        rows = sampling.step_logprobs(token_ids, output.logprobs or handoff.first_logprobs(params), options.logprobs)
     if room <= len(token_ids):
         return Step(token_ids, rows, "length", None, Usage(prompt_tokens, len(token_ids)))
     return Step(token_ids, rows)

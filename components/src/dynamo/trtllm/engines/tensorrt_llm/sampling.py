@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynamo.trtllm.engines.port import FinishReason, GuidedDecoding, Sampling, StepLogprobs, TokenLogprob
+from dynamo.trtllm.core import FinishReason, GuidedDecoding, Sampling, StepLogprobs, TokenLogprob
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.errors import ClientFault, EngineFault
 

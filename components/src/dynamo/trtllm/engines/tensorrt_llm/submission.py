@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dynamo.trtllm.engines.port import EncodedImage, EngineInfo, EngineRequest, Prompt
+from dynamo.trtllm.core import EncodedImage, Prompt
+from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.engines.tensorrt_llm import faults, handoff, sampling
 from dynamo.trtllm.engines.tensorrt_llm.inputs import EngineInputs, ModelInputs
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.results import Submitted, abort
-from dynamo.trtllm.errors import ClientFault, LimitFault, WorkerError
+from dynamo.trtllm.errors import ClientFault, WorkerError, require_room
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +41,7 @@ class Submission:
         """Most output tokens: the request's own limit, and what the context length leaves. The library lowers
         it where an image expands further than the ids here show."""
         count, context = len(request.prompt.token_ids), self.info.context_length
-        if count >= context:
-            raise LimitFault(
-                f"the prompt has {count} tokens, which leaves no room in the context length of {context}"
-            )
+        require_room(count, context)
         room = context - count
         wanted = request.sampling.max_tokens
         return room if wanted is None else min(wanted, room)
@@ -96,9 +94,7 @@ class Submission:
         return Submitted(result, disaggregated, (*keep, *built.keep), mrope, expanded=bool(prompt.media))
 
     def _with_handles(self, disaggregated: Any, built: EngineInputs) -> Any:
-        disaggregated = disaggregated or self.library.disaggregated_params(
-            request_type="context_and_generation"
-        )
+        disaggregated = disaggregated or self.library.disaggregated_params(request_type="context_and_generation")
         for name, value in (built.disaggregated or {}).items():
             setattr(disaggregated, name, value)
         return disaggregated
@@ -106,9 +102,7 @@ class Submission:
     async def _preprocess(self, source: Any, params: Any, disaggregated: Any) -> Any:
         """Image processing, which takes tens of milliseconds, off the event loop."""
         working = asyncio.ensure_future(
-            asyncio.to_thread(
-                self.llm.preprocess, source, sampling_params=params, disaggregated_params=disaggregated
-            )
+            asyncio.to_thread(self.llm.preprocess, source, sampling_params=params, disaggregated_params=disaggregated)
         )
         try:
             return await asyncio.shield(working)
@@ -120,18 +114,14 @@ class Submission:
         logger.info("The engine refused request %s: %s: %s", request.request_id, type(error).__name__, error)
         items = [media.item for media in request.prompt.media]
         encoded = bool(items) and all(isinstance(item, EncodedImage) for item in items)
-        return await self.death(error) or faults.refused(
-            error, self.library.request_error, len(items), encoded
-        )
+        return await self.death(error) or faults.refused(error, self.library.request_error, len(items), encoded)
 
     def _check_expanded(self, result: Any, prompt: Prompt) -> None:
         """Only the library knows how far images expand, and it does once it has the request."""
         count, context = len(result.prompt_token_ids) if prompt.media else 0, self.info.context_length
         if count >= context:
             abort(result)
-            raise LimitFault(
-                f"the prompt has {count} tokens with its images, and the context length is {context}"
-            )
+        require_room(count, context, with_images=True)
 
     def options(self, request: EngineRequest, disaggregated: Any) -> dict[str, Any]:
         """Keyword arguments of `generate_async`, only those that the release knows and the request uses."""
@@ -146,9 +136,7 @@ class Submission:
             options["priority"] = min(1.0, max(0.0, request.priority))
         scheduling = self.library.scheduling_params
         if request.dp_rank is not None and self.info.data_parallel_size > 1 and scheduling is not None:
-            options["scheduling_params"] = scheduling(
-                attention_dp_rank=request.dp_rank, attention_dp_relax=False
-            )
+            options["scheduling_params"] = scheduling(attention_dp_rank=request.dp_rank, attention_dp_relax=False)
         return options
 
 

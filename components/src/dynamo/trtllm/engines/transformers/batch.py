@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dynamo.trtllm.engines.port import StepLogprobs
+from dynamo.trtllm.core import StepLogprobs
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import sample_apart
 from dynamo.trtllm.engines.transformers.sequence import Sequence
@@ -84,9 +84,7 @@ class EagerBatch:
         if self._all_plain:
             tokens = logits.argmax(-1)
         else:
-            tokens, logprobs, failed = sample_apart(
-                logits, [s.choice for s in running], [s.output for s in running]
-            )
+            tokens, logprobs, failed = sample_apart(logits, [s.choice for s in running], [s.output for s in running])
         self._tokens[:rows, 0] = tokens
         return [
             Chosen(sequence, token, None if logprobs is None else logprobs[row], failed.get(row))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dynamo.trtllm.engines.port import DecodedImage, EncodedImage
+from dynamo.trtllm.core import DecodedImage, EncodedImage
 from dynamo.trtllm.engines.transformers.families import Family, ImageTokens
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.errors import ClientFault

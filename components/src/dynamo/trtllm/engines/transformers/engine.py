@@ -13,18 +13,8 @@ import torch
 import transformers
 
 from dynamo.trtllm.config import EngineConfig
-from dynamo.trtllm.engines.port import (
-    DecodedImage,
-    EncodedImage,
-    Engine,
-    EngineInfo,
-    EngineRequest,
-    EngineState,
-    PlacedMedia,
-    Prefilled,
-    Step,
-    Usage,
-)
+from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Step, Usage
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.graphs import GraphBatch
@@ -39,7 +29,7 @@ from dynamo.trtllm.engines.transformers.sequence import Sequence as EngineSequen
 from dynamo.trtllm.engines.transformers.state import unpack_state
 from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
-from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, PartFault
+from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, PartFault, require_room
 from dynamo.trtllm.model_files import resolve_model
 
 _MAX_SEED = 1 << 63
@@ -197,8 +187,7 @@ class TransformersEngine(Engine):
         length = len(prompt.token_ids)
         if not length:
             raise ClientFault("the prompt is empty")
-        if length >= self._context_length:
-            raise LimitFault(f"the prompt has {length} tokens; the context length is {self._context_length}, output included")
+        require_room(length, self._context_length)
         if self._options.max_input_len is not None and length > self._options.max_input_len:
             raise LimitFault(f"the prompt has {length} tokens; at most {self._options.max_input_len} are taken")
         images = tuple(self._span(prompt.token_ids, media, at + 1) for at, media in enumerate(prompt.media))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from dynamo.trtllm.engines.port import Sampling, StepLogprobs, TokenLogprob
+from dynamo.trtllm.core import Sampling, StepLogprobs, TokenLogprob
 from dynamo.trtllm.errors import ClientFault
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from dynamo.trtllm.engines.port import EngineState, Prefilled, Step
+from dynamo.trtllm.core import Step
+from dynamo.trtllm.engines.port import EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch
 from dynamo.trtllm.engines.transformers.interleave import Interleave
 from dynamo.trtllm.engines.transformers.options import EngineOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dynamo.trtllm.engines.port import EncodedImage, FinishReason, Step, StepLogprobs, Usage
+from dynamo.trtllm.core import EncodedImage, FinishReason, Step, StepLogprobs, Usage
 from dynamo.trtllm.engines.transformers.sampling import Choice
 
 

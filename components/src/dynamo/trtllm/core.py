@@ -1,0 +1,165 @@
+"""What a request and its answer are made of: the nouns that every part of the worker uses. Imports nothing of ours.
+
+A request comes with a context, sampling options and a prompt; media stand in the prompt as items at their places; an engine
+answers in steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+FinishReason = Literal["stop", "eos", "length", "cancelled"]
+
+
+class Context(Protocol):
+    """The part of Dynamo's request context that this worker uses."""
+
+    def id(self) -> str: ...
+    def is_stopped(self) -> bool: ...
+    def stop_generating(self) -> None: ...
+    def detached(self, id: str) -> Context: ...
+    def trace_headers(self) -> Mapping[str, str] | None: ...
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """One image as the model should see it: RGB, upright. `digest` names its content."""
+
+    digest: str
+    image: Image.Image
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """One image's embeddings, from this engine's `encode`, from an encode worker, or from a file.
+
+    `tensors["features"]` is `[tokens, hidden]`, floating point; models with several feature levels add `features.1` and so on, of
+    the same number of rows. `token_ids` is what the image's placeholder becomes in the prompt: the rows of `features`
+    belong to those of its ids that equal the engine's image token, in order. `extras` is what the processor says beside it (grid,
+    sizes), as JSON.
+    """
+
+    digest: str
+    tensors: Mapping[str, torch.Tensor]
+    token_ids: tuple[int, ...]
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+MediaItem: TypeAlias = "DecodedImage | EncodedImage"
+"""What one media part of a request becomes."""
+
+
+@dataclass(frozen=True)
+class PlacedMedia:
+    """Media at its place: `Prompt.token_ids[start:start + length]` stand for it."""
+
+    item: MediaItem
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to continue. `text` is the rendered prompt, for an engine release that cannot take token ids beside media."""
+
+    token_ids: tuple[int, ...]
+    media: tuple[PlacedMedia, ...] = ()
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidedDecoding:
+    """One grammar that the output must follow; exactly one field is set."""
+
+    json: Any = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+    json_object: bool = False
+    structural_tag: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose tokens and when to stop. None leaves a choice out; without temperature, top-p and top-k it is greedy."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: int | None = None
+    """None: up to the context length."""
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """None: none; k: each token's own log probability and those of the k most likely ones."""
+    prompt_logprobs: int | None = None
+    guided: GuidedDecoding | None = None
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """How far media may expand a prompt: `text_tokens` are taken already, `context_length` is the limit for all."""
+
+    text_tokens: int
+    context_length: int
+
+    def total(self, media_tokens: int) -> int:
+        """Tokens of the prompt once its media take `media_tokens`."""
+        return self.text_tokens + media_tokens
+
+
+class TokenLogprob(NamedTuple):
+    """A token's natural log probability and its rank, from 1, among all tokens."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class StepLogprobs(NamedTuple):
+    """Log probabilities at one output position: of the chosen token, and of the most likely ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+class Usage(NamedTuple):
+    """Token counts of a finished request; `prompt_tokens` counts the expanded prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Step(NamedTuple):
+    """What one engine step added to a request's output: usually one token, none only at the end."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[StepLogprobs] | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    usage: Usage | None = None
+    """Set together with `finish`, and in the first step of `generate`: the frontend counts on from there for usage as it runs."""
+
+
+Tokens = list[int]
+"""A step that brought new token ids and nothing else, as almost all do: bare, because making and reading a `Step` takes half a
+microsecond of a worker's CPU for each token (measured). Whoever gets one leaves it as it is.
+"""
