@@ -119,13 +119,6 @@ async def test_a_prompt_too_long_with_its_images_is_refused_naming_both_counts_b
     assert len(await loader.load(both, TokenBudget(7, 16))) == 2
 
 
-def test_a_budget_without_media_says_so() -> None:
-    with pytest.raises(LimitFault) as caught:
-        TokenBudget(8, 8).check(0)
-    assert caught.value.message == "the prompt has 8 tokens; the context length is 8"
-    TokenBudget(7, 8).check(0)
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("bad", ["data:image/png;base64," + base64.b64encode(b"no picture").decode(), "data:image/png,"])
 async def test_one_bad_part_is_named_and_none_of_the_others_is_encoded(bad: str) -> None:
