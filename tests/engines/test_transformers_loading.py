@@ -94,6 +94,18 @@ async def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_position_embeddings", "x"), ("layer_types", 5), ("rope_scaling", "x"), ("quantization_config", 5)],
+)
+async def test_a_configuration_with_a_value_of_a_wrong_kind_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    assert (await _refusal(_engine(tmp_path))).startswith("LlamaForCausalLM is not supported by the portable engine")
+
+
+@pytest.mark.asyncio
 async def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:
     save_tiny_model("qwen2_vl", tmp_path)
     for file in ("preprocessor_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json"):

@@ -293,6 +293,16 @@ def test_files_that_never_end_are_not_read(model: Path) -> None:
     assert "tokenizer.json" in fault
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_configuration_that_is_a_pipe_or_nested_without_end_is_a_fault(engine: str, model: Path) -> None:
+    file = model / "config.json"
+    file.write_text("[" * 100_000)
+    assert [sentence for sentence in faults(model, engine=engine) if "config.json" in sentence and NO_JSON in sentence]
+    file.unlink()
+    os.mkfifo(file)
+    assert [sentence for sentence in faults(model, engine=engine) if "no config.json" in sentence]
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_refuses_a_directory_without_weights(role: str, model: Path) -> None:
     (model / "model.safetensors").unlink()
