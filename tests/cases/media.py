@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -72,6 +73,8 @@ def pages(url: str) -> dict[str, Page]:
         "/gzip-bomb": Page(gzip.compress(bytes(100 * MEBIBYTE), 9), headers={"Content-Encoding": "gzip"}),
         "/gzip-broken": Page(b"\x1f\x8b broken", headers={"Content-Encoding": "gzip"}),
         "/unknown-encoding": Page(png(), headers={"Content-Encoding": "rot13"}),
+        **_more_redirects(url),
+        **_more_encodings(),
         "/too-large": Page(b"", length=200 * MEBIBYTE),
         "/endless": Page(bytes(MEBIBYTE), length=-1, endless=True),
         "/short": Page(png()[:200], length=len(png())),
@@ -83,6 +86,80 @@ def pages(url: str) -> dict[str, Page]:
         **{f"/good/{name.replace(' ', '-')}": Page(make()) for name, make in GOOD.items()},
         **{f"/bad/{name.replace(' ', '-')}": Page(make()) for name, make in BAD.items()},
     }
+
+
+def _more_redirects(url: str) -> dict[str, Page]:
+    """Every way to write where a redirect leads."""
+    host = url.partition("//")[2]
+    locations = {
+        "/deep/down/up": (302, "../../picture.png"),
+        "/deep/down/beside": (302, "beside.png"),
+        "/deep/down/above-all": (302, "../../../../picture.png"),
+        "/deep/down/here": (302, "./beside.png"),
+        "/see-other": (303, "/picture.png"),
+        "/moved-for-good": (308, "/picture.png"),
+        "/scheme-relative": (302, f"//{host}/picture.png"),
+        "/with-fragment": (302, "/picture.png#top"),
+        "/upper-case-scheme": (302, f"HTTP://{host}/picture.png"),
+        "/only-a-query": (302, "?sig=%3A%2F&e=1"),
+        "/with-a-space": (302, "/a b.png"),
+        "/with-space-around": (302, "  /picture.png "),
+        "/with-latin": (302, "/b\u00e9.png".encode().decode("latin-1")),
+        "/with-credentials": (302, f"http://someone:secret@{host}/picture.png"),
+        "/with-plus-and-colon": (302, "/plus.png?a=1+1"),
+        "/double-escaped": (302, "/a%2540b.png"),
+        "/a-slash-escaped": (302, "/dir%2Fname.png"),
+        "/to-javascript": (302, "javascript:alert(1)"),
+        "/to-bad-port": (302, "http://127.0.0.1:99999/x.png"),
+        "/to-no-host": (302, "http:///picture.png"),
+        "/three-hops": (302, "/twice"),
+        "/four-hops": (302, "/three-hops"),
+    }
+    picture = Page(png())
+    return {
+        **{path: Page(status=status, headers={"Location": location}) for path, (status, location) in locations.items()},
+        **dict.fromkeys(
+            (
+                "/deep/down/beside.png", "/only-a-query?sig=%3A%2F&e=1", "/b%C3%A9.png", "/a%2540b.png",
+                "/dir%2Fname.png", "/a;b=c.png", "/a,b.png", "/a%b.png", "/a%25b.png", "/~x.png",
+                "/a%7Eb.png", "/a//b.png", "/%2e%2e/x.png", "/q.png?",
+                "/q.png?u=http%3A%2F%2Fh%2F%3Fa%3D1", "/q.png?a=%", "/q.png?a=%25", "/q.png?a[]=1",
+                "/q.png?a%5B%5D=1", "/q.png?a|b", "/q.png?a%7Cb", "/q.png?%C3%A9",
+            ),
+            picture,
+        ),
+        "/without-location": Page(status=302),
+        "/not-modified": Page(status=304),
+        "/many-choices": Page(png(), status=300),
+        "/created": Page(png(), status=201),
+        "/no-content": Page(status=204),
+        "/redirect-with-a-body": Page(b"<html>moved</html>", status=301, headers={"Location": "/picture.png"}),
+    }  # fmt: skip
+
+
+def _more_encodings() -> dict[str, Page]:
+    """Content encodings as hosts name and apply them."""
+    bare = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    encoded = {
+        "/deflate": ("deflate", zlib.compress(png())),
+        "/deflate-bare": ("deflate", bare.compress(png()) + bare.flush()),
+        "/gzip-in-capitals": ("GZIP", gzip.compress(png())),
+        "/gzip-and-identity": ("gzip, identity", gzip.compress(png())),
+        "/gzip-then-deflate": ("gzip, deflate", zlib.compress(gzip.compress(png()))),
+        "/gzip-in-two-members": ("gzip", gzip.compress(png()[:300]) + gzip.compress(png()[300:])),
+        "/gzip-with-a-tail": ("gzip", gzip.compress(png()) + b"tail"),
+        "/gzip-cut": ("gzip", gzip.compress(png())[:-30]),
+        "/gzip-in-name-alone": ("gzip", png()),
+        "/gzip-of-nothing": ("gzip", gzip.compress(b"")),
+        "/gzip-five-times": ("gzip, gzip, gzip, gzip, gzip", png()),
+        "/identity": ("identity", png()),
+        "/empty-encoding": ("", png()),
+        "/encoding-of-s3": ("aws-chunked", png()),
+        "/encoding-of-text": ("utf-8", png()),
+        "/encoding-none": ("none", png()),
+        "/encoding-with-markup": ("<b>x</b>", png()),
+    }
+    return {path: Page(body, headers={"Content-Encoding": name}) for path, (name, body) in encoded.items()}
 
 
 class MediaServer:

@@ -59,6 +59,7 @@ def deployment(topology: str, folder: Path, model_path: str = "demo") -> Iterato
     """The demo model in a topology, on the portable engine; gives the frontend's address."""
     environment = {
         "DYN_MM_ALLOW_INTERNAL": "1",
+        "DYN_ENABLE_ANTHROPIC_API": "true",
         "ALLOWED_LOCAL_MEDIA_PATH": str(folder),
         "DYN_TRTLLM_MEDIA_FETCH_TIMEOUT": f"{FETCH_TIMEOUT_S:g}",
     }

@@ -19,8 +19,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from cases.pictures import BAD, GOOD, caption
+import cases.odd_pictures  # noqa: F401  adds its files to those of `pictures`
+from cases.pictures import BAD, GOOD, caption, png
 
+CHAT = "/v1/chat/completions"
 DATA = Path(__file__).with_name("data")
 LONG_WORDS = 40_000
 QUESTION = "What is in the picture?"
@@ -57,7 +59,7 @@ class Case(BaseModel):
     source: str
     content: Any = None
     body: Mapping[str, Any] = Field(default_factory=dict)
-    path: str = "/v1/chat/completions"
+    path: str = CHAT
     expect: Expect = Expect()
     quick: bool = False
     """Part of the subset that `./tests/run.sh` runs."""
@@ -75,6 +77,8 @@ class Reply:
 
     @property
     def text(self) -> str:
+        if not any(each.get("choices") for each in self.events or (self.body,)):
+            return "".join(map(_text_of_another_interface, self.events or (self.body,)))
         pieces = [choice for each in self.events or (self.body,) for choice in each.get("choices") or ()]
         return "".join(
             str((piece.get("delta") or piece.get("message") or {}).get("content") or piece.get("text") or "") for piece in pieces
@@ -97,8 +101,19 @@ class Reply:
         return next((piece["finish_reason"] for piece in reversed(pieces) if piece.get("finish_reason")), None)
 
     @property
-    def usage(self) -> Mapping[str, Any]:
-        return next((each["usage"] for each in reversed(self.events or (self.body,)) if each.get("usage")), {})
+    def usages(self) -> list[Mapping[str, Any]]:
+        """Of every chunk that carries usage."""
+        return [each["usage"] for each in self.events or (self.body,) if each.get("usage")]
+
+
+def _text_of_another_interface(event: Mapping[str, Any]) -> str:
+    """The text in a body, or in an event of a stream, of `/v1/messages` and `/v1/responses`."""
+    delta = event.get("delta")
+    if event.get("type") in ("content_block_delta", "response.output_text.delta"):
+        return str(delta.get("text") or "" if isinstance(delta, Mapping) else delta)
+    holders = [event, *(event.get("output") or ())]
+    parts = [part for each in holders for part in each.get("content") or () if isinstance(part, Mapping)]
+    return "".join(str(part.get("text") or "") for part in parts)
 
 
 @dataclass(frozen=True)
@@ -158,8 +173,10 @@ def request_body(case: Case, model: str, media_url: str, folder: Path, *, stream
         body.setdefault("messages", [{"role": "user", "content": content}])
     if stream:
         body["stream"] = True
-        body.setdefault("stream_options", {"include_usage": True})
-    return {"model": model, "max_tokens": 40, **body}
+        if case.path in (CHAT, "/v1/completions"):
+            body.setdefault("stream_options", {"include_usage": True})
+    most = "max_output_tokens" if case.path == "/v1/responses" else "max_tokens"
+    return {"model": model, most: 40, **body}
 
 
 def _written_out(value: Any, media_url: str, folder: Path) -> Any:
@@ -170,7 +187,7 @@ def _written_out(value: Any, media_url: str, folder: Path) -> Any:
         return {key: _written_out(each, media_url, folder) for key, each in value.items()}
     if isinstance(value, list):
         return [_written_out(each, media_url, folder) for each in value]
-    return value
+    return value.replace("{png}", base64.b64encode(png()).decode()) if isinstance(value, str) else value
 
 
 def _part(part: Mapping[str, Any], media_url: str, folder: Path) -> dict[str, Any]:
@@ -239,7 +256,7 @@ def _judge_answer(expect: Expect, reply: Reply, answers: bool) -> tuple[Verdict,
     checks: Sequence[tuple[str, Any, Any]] = (
         ("answer", expect.answer, reply.text),
         ("finish reason", expect.finish, reply.finish),
-        ("prompt tokens", expect.prompt_tokens, reply.usage.get("prompt_tokens")),
+        *(("prompt tokens", expect.prompt_tokens, usage.get("prompt_tokens")) for usage in reply.usages or ({},)),
     )
     for name, want, got in checks:
         if want is not None and want != got:
