@@ -17,6 +17,7 @@ from dynamo.trtllm.multimodal.parts import (
     Source,
     classify,
     describe,
+    reference_of,
 )
 
 CONFIG = MediaConfig(allowed_local_path=Path("/tmp"), local_images=True, max_file_bytes=1 << 20)
@@ -124,3 +125,17 @@ def test_a_described_url_is_at_most_100_characters_and_no_repr_shows_a_payload()
         assert len(describe(url)) <= 100
     part = image("data:image/png;base64,SECRET")
     assert "SECRET" not in repr(part) + repr(classify(part, CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("url", "reference"),
+    [
+        (" https://host/a.png?b=c#top\n", "https://host/a.png?b=c"),
+        ("HTTPS://host/a.png#a?b#c", "HTTPS://host/a.png"),
+        ("https://host/a%23b.png", "https://host/a%23b.png"),
+        ("data:image/png;base64,AA#A", "data:image/png;base64,AA#A"),
+        ("file:///tmp/a%23b.pt", "file:///tmp/a%23b.pt"),
+    ],
+)
+def test_two_urls_that_differ_in_a_fragment_or_in_space_around_them_are_one_reference(url: str, reference: str) -> None:
+    assert reference_of(url) == reference

@@ -21,6 +21,7 @@ MAX_URL_CHARACTERS = 8192
 """Longest http, https or file URL; data URLs are bounded by `MediaConfig.max_file_bytes`."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_AROUND = " \t\r\n"
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 _DESCRIBED_CHARACTERS = 100
 TAKEN = "this worker takes text and image_url"
@@ -122,6 +123,12 @@ def names_embedding_file(url: object) -> bool:
     return _suffix(url.strip().partition("?")[0].partition("#")[0]) in EMBEDDING_SUFFIXES
 
 
+def reference_of(url: str) -> str:
+    """`url` as far as it says what to read: equal ones are one download. A fragment is never sent to a server."""
+    url = url.strip(_AROUND)
+    return url.partition("#")[0] if _scheme_of(url) in ("http", "https") else url
+
+
 def describe(url: object) -> str:
     """`url` for a log line: at most about 100 characters, without credentials, query, fragment or payload."""
     if not isinstance(url, str):
@@ -151,7 +158,7 @@ def _scheme_of(url: str) -> str:
 def _classify_url(url: object, config: MediaConfig) -> Source:
     if not isinstance(url, str):
         raise ClientFault("its url is missing or not a string")
-    url = url.strip(" \t\r\n")
+    url = url.strip(_AROUND)
     if not url:
         raise ClientFault("its url is empty")
     scheme = _scheme_of(url)
@@ -183,7 +190,7 @@ def _classify_http(url: str) -> HttpSource:
         raise ClientFault("its url is not a valid URL")
     if _suffix(parsed.path) in EMBEDDING_SUFFIXES:
         raise ClientFault("embedding files are not fetched over http; they are read from the worker's own disk (file://)")
-    return HttpSource(url.partition("#")[0])  # a fragment is never sent, so two that differ there alone are one
+    return HttpSource(reference_of(url))
 
 
 def _classify_data(url: str, config: MediaConfig) -> DataSource:

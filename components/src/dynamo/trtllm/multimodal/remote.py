@@ -20,7 +20,7 @@ from dynamo.trtllm.messages import EncodedItem, EncodeItem, EncodeReply, EncodeR
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
-from dynamo.trtllm.multimodal.parts import MediaPart, at_part
+from dynamo.trtllm.multimodal.parts import MediaPart, at_part, reference_of
 from dynamo.trtllm.peers import PeerClient, first_answer
 from dynamo.trtllm.transfer.port import Transfer
 
@@ -84,10 +84,10 @@ class RemoteEncoder:
     async def _items(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None) -> list[MediaItem]:
         first: dict[str, MediaPart] = {}
         for part in parts:
-            first.setdefault(part.url.strip(), part)
+            first.setdefault(reference_of(part.url), part)
         items = await all_or_none([self._item(part, budget, context) for part in first.values()])
         found = dict(zip(first, items, strict=True))
-        return [found[part.url.strip()] for part in parts]
+        return [found[reference_of(part.url)] for part in parts]
 
     async def _item(self, part: MediaPart, budget: TokenBudget, context: Context | None) -> MediaItem:
         """Ask the chosen instance, and another one when that is dead or late."""
