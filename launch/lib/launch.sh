@@ -249,6 +249,8 @@ launch_prepare() {
     launch_environment+=("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS=${DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS:-60000}")
     # A request whose worker died goes on with another one; Dynamo's own default is to fail it.
     launch_environment+=("DYN_MIGRATION_LIMIT=${DYN_MIGRATION_LIMIT:-3}")
+    # glibc keeps freed memory in an arena for each thread, by default eight times as many as there are cores.
+    launch_environment+=("MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}")
     if [[ $ENGINE != tensorrt_llm ]]; then
         # Several processes with torch's default number of threads hinder each other badly.
         launch_environment+=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")

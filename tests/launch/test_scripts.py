@@ -68,6 +68,7 @@ def test_agg_plans_a_frontend_and_one_worker_with_what_is_set_and_nothing_else()
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "60000",
         "DYN_MIGRATION_LIMIT": "3",
+        "MALLOC_ARENA_MAX": "2",
         "OMP_NUM_THREADS": "1",
         "DYN_TCP_RPC_HOST": "127.0.0.1",
         "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
