@@ -158,6 +158,7 @@ def test_every_job_is_told_where_etcd_and_nats_are() -> None:
             "DYN_DISCOVERY_BACKEND": "etcd",
             "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "60000",
             "DYN_MIGRATION_LIMIT": "3",
+            "MALLOC_ARENA_MAX": "2",
             "OMP_NUM_THREADS": "1",
             "HEAD_NODE": "node1",
             "HEAD_NODE_IP": "10.0.0.7",
