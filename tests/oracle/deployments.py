@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from oracle.compare import Call
-from processes.cluster import Answer, Cluster, Managed, free_port
+from processes.cluster import Answer, Cluster, Managed, free_port, wait_until
 from processes.media import png
 from processes.topologies import ENCODE_ENDPOINT, TOPOLOGIES
 
@@ -36,6 +36,7 @@ def picture(seed: int) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
+_WARM_UP = "warm-up"
 QUESTION = {"type": "text", "text": "what is in the picture?"}
 REQUESTS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "text": ("hello", {"max_tokens": 12}),
@@ -97,9 +98,14 @@ def observe(which: Which, topology: str, model: Path, folder: Path) -> Seen:
                 cluster.wait_serving(worker)
             cluster.wait_listed()
             _collect(seen, "", folder)
+            # A model is listed before every worker of it can be reached.
+            content, options = REQUESTS["one picture"]
+            wait_until(lambda: cluster.chat(content, **options).status == 200, f"a first answer of {which} {topology}")
+            _collect(seen, _WARM_UP, folder)
             for name, (content, options) in REQUESTS.items():
                 seen.answers[name] = cluster.chat(content, **options)
                 _collect(seen, name, folder)
+            del seen.calls[_WARM_UP]
         finally:
             seen.logs = {role: worker.text() for role, worker in workers.items()}
     return seen
