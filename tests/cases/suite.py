@@ -27,7 +27,7 @@ DATA = Path(__file__).with_name("data")
 LONG_WORDS = 40_000
 QUESTION = "What is in the picture?"
 NEVER_SHOWN = re.compile(
-    r"Traceback|File \"|0x[0-9a-f]{6}|<_io|site-packages|/root/|/home/|/work|\bPIL\b|pydantic|aiohttp|errno|"
+    r"Traceback|File \"|0x[0-9a-f]{6}|<_io|site-packages|(?<![:/\w])/(?:root|home|usr|opt|srv)/|\bPIL\b|pydantic|aiohttp|errno|"
     r"\bKeyError|\bValueError|\bTypeError|\bNoneType",
     re.IGNORECASE,
 )
