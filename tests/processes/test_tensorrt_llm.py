@@ -6,14 +6,13 @@ import base64
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo.trtllm.demo.pictures import draw
-from dynamo.trtllm.model_files import DEMO_DIRECTORY
+from oracle.deployments import model_directory
 from processes.cluster import Answer, Cluster, Managed, wait_until
 from processes.media import png
 from processes.topologies import Deployment, deploy
@@ -38,14 +37,7 @@ RELEASES_AND_TOPOLOGIES = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's tokenizer and template under an architecture that TensorRT-LLM encodes apart; the double reads no weights."""
-    path = tmp_path_factory.mktemp("qwen2.5-vl")
-    for file in DEMO_DIRECTORY.iterdir():
-        if file.is_file():
-            shutil.copy(file, path)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return path
+    return model_directory(tmp_path_factory.mktemp("qwen2.5-vl"))
 
 
 def environment(release: str) -> dict[str, str]:

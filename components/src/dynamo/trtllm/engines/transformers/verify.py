@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _PROMPTS = ((3, 5, 8, 13, 21, 34), (4, 7, 11))
 _NEXT = (9, 12)
 _STEPS = 6
+_UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+"""What a model raises that is not built as the engine takes it to be."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -33,15 +35,7 @@ def verify(loaded: LoadedModel) -> None:
     """Raises `StartupError` when the engine would not compute what the model computes."""
     try:
         difference = _largest_difference(loaded)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-        AttributeError,
-        KeyError,
-        IndexError,
-    ) as error:
+    except _UNFIT as error:
         raise unsupported(
             loaded.architecture, "it does not compute what the model itself computes"
         ) from error
@@ -75,15 +69,7 @@ def decodes_in_graphs(loaded: LoadedModel, options: EngineOptions) -> bool:
         return False
     try:
         proved = graphs_are_right(loaded)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-        AttributeError,
-        KeyError,
-        IndexError,
-    ) as error:
+    except _UNFIT as error:
         logger.warning(
             "%s decodes one kernel after another: a CUDA graph of it failed",
             loaded.architecture,
