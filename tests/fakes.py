@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import Any
 
-from dynamo.trtllm.egress import Egress, Handler
 from dynamo.trtllm.errors import EngineDead
-from dynamo.trtllm.response import Chunk, to_chunk
+from dynamo.trtllm.frontend.endpoint import Egress, Handler
+from dynamo.trtllm.frontend.response import Chunk, to_chunk
 
 MAX_TURNS = 10_000
 

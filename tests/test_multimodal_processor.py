@@ -13,9 +13,9 @@ from dynamo.trtllm.core import Context, DecodedImage, EncodedImage, MediaItem, P
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
+from dynamo.trtllm.frontend.request import Request, parse_request
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor, expand
-from dynamo.trtllm.request import Request, parse_request
 from fakes import FakeContext, raw_request
 from media_parts import IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
 

@@ -25,9 +25,9 @@ from dynamo.trtllm.core import EncodedImage, Prompt
 from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
+from dynamo.trtllm.frontend.response import to_chunk
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
-from dynamo.trtllm.response import to_chunk
 from dynamo.trtllm.transfer.local import LocalTransport
 from dynamo.trtllm.transfer.pooled import PooledTransfer
 from engines.contract import Output, add, generate

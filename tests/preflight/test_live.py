@@ -23,8 +23,8 @@ sys.exit(run(parse(["--check", "--live", "--engine", "double", "--model-path", "
 """
 
 OTHER_SCHEMA = """
-import dynamo.trtllm.messages
-dynamo.trtllm.messages.SCHEMA_VERSION = 2
+import dynamo.trtllm.peers.messages
+dynamo.trtllm.peers.messages.SCHEMA_VERSION = 2
 from dynamo.trtllm.main import main
 main()
 """

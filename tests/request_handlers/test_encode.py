@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.errors import EngineDead, EngineFault, LimitFault, Overloaded, PartFault, PeerFault
-from dynamo.trtllm.messages import EncodeItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.peers.messages import EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.pooled import PooledTransfer
 from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, until

@@ -11,9 +11,10 @@ import pytest
 from dynamo.trtllm.config import Modality, ModelConfig, PeerConfig, Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.multimodal.files_apart import FilesApart
+from dynamo.trtllm.frontend.response import Output, to_chunk
 from dynamo.trtllm.multimodal.loader import MediaLoader
-from dynamo.trtllm.multimodal.remote import RemoteEncoder
+from dynamo.trtllm.peers.encode import RemoteEncoder
+from dynamo.trtllm.peers.files_apart import FilesApart
 from dynamo.trtllm.request_handlers import handlers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
@@ -21,7 +22,6 @@ from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.request_handlers.handlers import create_handler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
-from dynamo.trtllm.response import Output, to_chunk
 from dynamo.trtllm.transfer.port import Transfer
 from dynamo.trtllm.transfer.registry import create_transfer
 from fakes import FakeClient, answered, collect, raw_request

@@ -13,9 +13,9 @@ import pytest_asyncio
 import torch
 
 from dynamo.trtllm.core import Step
-from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, Overloaded, PeerFault, PeerUnavailable
+from dynamo.trtllm.frontend.endpoint import Egress
 from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, raw_request, until
 from media_parts import PLACEHOLDER, png_url
 from request_handlers.topology import (

@@ -13,12 +13,13 @@ from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.core import Step, Tokens
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled
+from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
-from dynamo.trtllm.peers import PeerClient, PrefillPeers
+from dynamo.trtllm.peers.client import PeerClient
+from dynamo.trtllm.peers.prefill import PrefillPeers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
-from dynamo.trtllm.response import Chunk
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 from dynamo.trtllm.transfer.local import LocalTransport
 from dynamo.trtllm.transfer.pooled import PooledTransfer

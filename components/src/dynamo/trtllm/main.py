@@ -67,20 +67,20 @@ def _run_worker(invocation: Invocation) -> int:
 
 async def serve(config: WorkerConfig) -> int:
     """Build the worker's parts in order, serve, and take them down in reverse. Returns the exit code."""
-    from dynamo.trtllm.egress import Egress
     from dynamo.trtllm.engines.factory import create_engine
+    from dynamo.trtllm.frontend.endpoint import Egress
+    from dynamo.trtllm.frontend.stop_strings import StopStrings
     from dynamo.trtllm.metrics import WorkerMetrics
     from dynamo.trtllm.model_files import resolve_model, with_default_template
     from dynamo.trtllm.request_handlers.handlers import create_handler
-    from dynamo.trtllm.runtime import Service, connect
-    from dynamo.trtllm.stop_strings import StopStrings
-    from dynamo.trtllm.told import ToldErrors
+    from dynamo.trtllm.service.binding_log import LoggedErrors
+    from dynamo.trtllm.service.runtime import Service, connect
 
     config = replace(config, engine=replace(config.engine, model_path=await resolve_model(config.model.path)))
     require_no_faults(config)  # once more: a model that was fetched just now could not be looked at before
     config = replace(config, model=with_default_template(config.model, config.engine.model_path))
     async with AsyncExitStack() as stack:
-        quiet = stack.enter_context(ToldErrors.on_stderr())
+        quiet = stack.enter_context(LoggedErrors.on_stderr())
         engine = create_engine(config.engine)
         stack.push_async_callback(engine.close)
         info = await engine.start()

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dynamo.trtllm.config import WorkerConfig
-from dynamo.trtllm.egress import Egress
+from dynamo.trtllm.frontend.endpoint import Egress
 
 PREFIX = "dynamo_trtllm_"
 

@@ -12,8 +12,8 @@ from typing import Protocol
 from dynamo.trtllm.core import Context, EncodedImage, MediaItem, PlacedMedia, Prompt, TokenBudget
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
+from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.multimodal.parts import MediaPart
-from dynamo.trtllm.request import Request
 
 
 class MediaSource(Protocol):

@@ -40,7 +40,7 @@ def ask_peers(config: WorkerConfig) -> tuple[list[str], list[str]]:
 
 
 async def _ask(config: WorkerConfig) -> tuple[list[str], list[str]]:
-    from dynamo.trtllm.runtime import connect
+    from dynamo.trtllm.service.runtime import connect
 
     runtime = connect(config.runtime)
     try:
@@ -52,7 +52,7 @@ async def _ask(config: WorkerConfig) -> tuple[list[str], list[str]]:
 
 async def _ask_endpoint(runtime: Any, role: str, endpoint: str) -> tuple[list[str], list[str]]:
     """What was found of one role, and what is wrong with it."""
-    from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
+    from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
 
     client = await runtime.endpoint(endpoint).client()
     try:

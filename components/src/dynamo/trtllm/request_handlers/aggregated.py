@@ -7,8 +7,8 @@ from typing import Any
 
 from dynamo.trtllm.core import Context, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo
+from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
-from dynamo.trtllm.request import parse_request
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats
 from dynamo.trtllm.transfer.port import Transfer
 

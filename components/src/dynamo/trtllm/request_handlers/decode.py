@@ -12,9 +12,9 @@ from typing import Any
 from dynamo.trtllm.core import Context, Prompt, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState
 from dynamo.trtllm.errors import PeerFault, WorkerError
-from dynamo.trtllm.messages import Handoff
-from dynamo.trtllm.peers import PrefillPeers
-from dynamo.trtllm.request import Request, parse_request
+from dynamo.trtllm.frontend.request import Request, parse_request
+from dynamo.trtllm.peers.messages import Handoff
+from dynamo.trtllm.peers.prefill import PrefillPeers
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats
 from dynamo.trtllm.transfer.port import Transfer
 

@@ -8,11 +8,11 @@ from typing import Any
 from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineFault
-from dynamo.trtllm.messages import EncodedItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
+from dynamo.trtllm.peers.messages import EncodedItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
-from dynamo.trtllm.response import Chunk
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from dynamo.trtllm.core import Context, Prompt, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest
-from dynamo.trtllm.request import Request
-from dynamo.trtllm.response import Output
+from dynamo.trtllm.frontend.request import Request
+from dynamo.trtllm.frontend.response import Output
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 

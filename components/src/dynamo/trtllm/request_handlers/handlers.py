@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from dynamo.trtllm import peers
 from dynamo.trtllm.config import Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.multimodal.files_apart import FilesApart
 from dynamo.trtllm.multimodal.loader import MediaLoader
-from dynamo.trtllm.multimodal.remote import RemoteEncoder
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
+from dynamo.trtllm.peers.client import connect
+from dynamo.trtllm.peers.encode import RemoteEncoder
+from dynamo.trtllm.peers.files_apart import FilesApart
+from dynamo.trtllm.peers.prefill import PrefillPeers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
@@ -48,8 +49,8 @@ async def _handler_over(transfer: Transfer, config: WorkerConfig, engine: Engine
         processor = await _processor(config, engine, info, runtime, transfer)
         return PrefillHandler(engine, info, processor, transfer)
     if config.role is Role.DECODE:
-        client = await peers.connect(runtime, config.peers.prefill_endpoint, "prefill")
-        prefill = peers.PrefillPeers(client, config.peers.timeout_s)
+        client = await connect(runtime, config.peers.prefill_endpoint, "prefill")
+        prefill = PrefillPeers(client, config.peers.timeout_s)
         return DecodeHandler(engine, info, transfer, prefill)
     return EncodeHandler(engine, info, _loader(config, engine, info), transfer)
 
@@ -63,7 +64,7 @@ async def _processor(
     if not apart and not files:
         raise StartupError("this model takes no embeddings from an encode worker: remove --encode-endpoint")
     fallback = _loader(config, engine, info) if config.peers.encode_fallback else None
-    client = await peers.connect(runtime, config.peers.encode_endpoint, "encode")
+    client = await connect(runtime, config.peers.encode_endpoint, "encode")
     remote = RemoteEncoder(client, transfer, config.peers, config.media, fallback)
     if apart:
         return MultimodalProcessor(info, remote)

@@ -9,11 +9,11 @@ from typing import Any
 
 from dynamo.trtllm.core import Context, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
-from dynamo.trtllm.messages import Handoff
+from dynamo.trtllm.frontend.request import Request, parse_request
+from dynamo.trtllm.frontend.response import Chunk, to_chunk
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
-from dynamo.trtllm.request import Request, parse_request
+from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats, withdrawn_on_failure
-from dynamo.trtllm.response import Chunk, to_chunk
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 

@@ -16,11 +16,11 @@ from dynamo.llm import exceptions as dynamo
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, PeerFault, PeerTimeout, PeerUnavailable
-from dynamo.trtllm.multimodal import remote as module
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
-from dynamo.trtllm.multimodal.remote import RemoteEncoder
-from dynamo.trtllm.peers import PeerClient
+from dynamo.trtllm.peers import encode as module
+from dynamo.trtllm.peers.client import PeerClient
+from dynamo.trtllm.peers.encode import RemoteEncoder
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.local import LocalTransport
 from dynamo.trtllm.transfer.pooled import PooledTransfer

@@ -15,14 +15,15 @@ from dynamo.llm import ModelInput, ModelType, WorkerType
 from dynamo.llm import exceptions as dynamo
 from prometheus_client import generate_latest
 
-from dynamo.trtllm import model_files, presence, runtime
+from dynamo.trtllm import model_files
 from dynamo.trtllm.config import EngineConfig, EngineKind, ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
-from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, StartupError
+from dynamo.trtllm.frontend.endpoint import Egress
 from dynamo.trtllm.metrics import WorkerMetrics
-from dynamo.trtllm.runtime import Service, health_check_payload, model_type, needs, runtime_config
+from dynamo.trtllm.service import presence, runtime
+from dynamo.trtllm.service.runtime import Service, health_check_payload, model_type, needs, runtime_config
 from fakes import FakeContext, FakeSender, collect, outcome, until
 
 INFO = EngineInfo(context_length=100, kv_block_size=16, total_kv_blocks=3, max_num_seqs=4, max_num_batched_tokens=5)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo.trtllm import presence
-from dynamo.trtllm.presence import Presence, Republished
+from dynamo.trtllm.service import presence
+from dynamo.trtllm.service.presence import Presence, Republished
 from fakes import cancelled, until
 
 OWN, OTHER = 7, 8

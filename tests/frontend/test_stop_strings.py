@@ -12,10 +12,10 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from dynamo.trtllm.core import Context, Step, StepLogprobs, TokenLogprob, Usage
-from dynamo.trtllm.egress import Egress
+from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.frontend.response import Chunk, Output
+from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from dynamo.trtllm.response import Chunk, Output
-from dynamo.trtllm.stop_strings import StopStrings
 from fakes import FakeContext, FakeSender, collect, ignore_death
 
 TEXT = "a red circle on a blue background, drawn with care."

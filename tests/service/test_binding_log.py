@@ -13,11 +13,11 @@ from contextlib import redirect_stderr
 import pytest
 from dynamo.llm import exceptions as dynamo
 
-from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.errors import ClientFault, ShuttingDown
-from dynamo.trtllm.told import ToldErrors
+from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.service.binding_log import LoggedErrors
 from fakes import FakeContext, FakeSender, collect, ignore_death, outcome
-from test_egress import Scripted
+from frontend.test_endpoint import Scripted
 
 
 def raised(error: BaseException) -> BaseException:
@@ -50,7 +50,7 @@ def log() -> io.StringIO:
 
 @pytest.mark.parametrize("words", ["n must be 1", "", "two\nlines", "naïve: «x»", "Traceback (most recent call last):"])
 def test_a_hidden_exception_is_not_printed_and_all_else_is(log: io.StringIO, words: str) -> None:
-    with redirect_stderr(log), ToldErrors.on_stderr() as told:
+    with redirect_stderr(log), LoggedErrors.on_stderr() as told:
         told.hide(dynamo.InvalidArgument(words))
         display(raised(ValueError("another")))
         display(raised(dynamo.InvalidArgument(words)))
@@ -63,7 +63,7 @@ def test_a_hidden_exception_is_not_printed_and_all_else_is(log: io.StringIO, wor
 
 
 def test_an_exception_is_hidden_as_often_as_was_said(log: io.StringIO) -> None:
-    with redirect_stderr(log), ToldErrors.on_stderr() as told:
+    with redirect_stderr(log), LoggedErrors.on_stderr() as told:
         for _ in range(2):
             told.hide(dynamo.Cancelled("gone"))
         for _ in range(3):
@@ -73,7 +73,7 @@ def test_an_exception_is_hidden_as_often_as_was_said(log: io.StringIO) -> None:
 
 
 def test_an_exception_of_another_kind_or_message_is_printed(log: io.StringIO) -> None:
-    with redirect_stderr(log), ToldErrors.on_stderr() as told:
+    with redirect_stderr(log), LoggedErrors.on_stderr() as told:
         told.hide(dynamo.Cancelled("gone"))
         display(raised(dynamo.Unknown("gone")))
         display(raised(dynamo.Cancelled("gone too")))
@@ -82,7 +82,7 @@ def test_an_exception_of_another_kind_or_message_is_printed(log: io.StringIO) ->
 
 
 def test_what_other_threads_print_meanwhile_is_kept_whole(log: io.StringIO) -> None:
-    with redirect_stderr(log), ToldErrors.on_stderr() as told:
+    with redirect_stderr(log), LoggedErrors.on_stderr() as told:
         told.hide(dynamo.Cancelled("gone"))
         sys.stderr.write("Traceback (most recent call last):\n")
         sys.stderr.write('  File "x", line 1\n')
@@ -95,7 +95,7 @@ def test_what_other_threads_print_meanwhile_is_kept_whole(log: io.StringIO) -> N
 
 
 def test_a_traceback_that_breaks_off_is_written_when_the_stream_is_flushed(log: io.StringIO) -> None:
-    with redirect_stderr(log), ToldErrors.on_stderr() as told:
+    with redirect_stderr(log), LoggedErrors.on_stderr() as told:
         told.hide(dynamo.Cancelled("gone"))
         sys.stderr.write("Traceback (most recent call last):\n  File")
         assert log.getvalue() == ""
@@ -105,7 +105,7 @@ def test_a_traceback_that_breaks_off_is_written_when_the_stream_is_flushed(log: 
 
 def test_stderr_is_itself_again_afterwards(log: io.StringIO) -> None:
     with redirect_stderr(log):
-        with ToldErrors.on_stderr():
+        with LoggedErrors.on_stderr():
             assert sys.stderr is not log
             assert sys.stderr.writable()
         assert sys.stderr is log
@@ -116,8 +116,8 @@ def test_stderr_is_itself_again_afterwards(log: io.StringIO) -> None:
 async def test_a_request_that_ends_early_has_one_line_and_no_traceback(
     log: io.StringIO, caplog: pytest.LogCaptureFixture, pushed: bool
 ) -> None:
-    caplog.set_level("INFO", "dynamo.trtllm.egress")
-    with redirect_stderr(log), ToldErrors.on_stderr() as told:
+    caplog.set_level("INFO", "dynamo.trtllm.frontend.endpoint")
+    with redirect_stderr(log), LoggedErrors.on_stderr() as told:
         egress = Egress(Scripted(0, ClientFault("too many")), on_dead=ignore_death, on_told=told.hide)
         sender = FakeSender() if pushed else None
         error = await outcome(collect(egress.serve({}, FakeContext("r-1"), response_sender=sender)))

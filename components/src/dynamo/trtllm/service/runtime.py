@@ -22,13 +22,13 @@ from dynamo.llm import KvEventPublisher, ModelInput, ModelRuntimeConfig, ModelTy
 from dynamo.runtime import DistributedRuntime, Endpoint
 
 from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
-from dynamo.trtllm.egress import Egress
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerError
-from dynamo.trtllm.last_resort import exit_after
-from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
+from dynamo.trtllm.frontend.endpoint import Egress
 from dynamo.trtllm.metrics import WorkerMetrics
-from dynamo.trtllm.presence import Presence, Republished
+from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
+from dynamo.trtllm.service.last_resort import exit_after
+from dynamo.trtllm.service.presence import Presence, Republished
 
 logger = logging.getLogger(__name__)
 

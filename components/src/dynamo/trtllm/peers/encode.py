@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PeerFault, PeerUnavailable
-from dynamo.trtllm.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart, at_part, reference_of
-from dynamo.trtllm.peers import PeerClient, first_answer
+from dynamo.trtllm.peers.client import PeerClient, first_answer
+from dynamo.trtllm.peers.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from dynamo.trtllm.errors import (
     WorkerError,
     to_dynamo,
 )
-from dynamo.trtllm.response import Chunk, Output, to_chunk
-from dynamo.trtllm.stop_strings import StopStrings
+from dynamo.trtllm.frontend.response import Chunk, Output, to_chunk
+from dynamo.trtllm.frontend.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 

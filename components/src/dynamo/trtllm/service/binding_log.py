@@ -20,7 +20,7 @@ _MAX_HELD = 1 << 16
 """Characters of one traceback that are held back at most."""
 
 
-class ToldErrors:
+class LoggedErrors:
     """Standing in for a text stream. Threads share the announced exceptions; what is held back is each thread's own."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -31,13 +31,13 @@ class ToldErrors:
 
     @classmethod
     @contextmanager
-    def on_stderr(cls) -> Iterator[ToldErrors]:
+    def on_stderr(cls) -> Iterator[LoggedErrors]:
         """In place of `sys.stderr` while the block runs."""
         before = sys.stderr
-        told = cls(before)
-        sys.stderr = told
+        hidden = cls(before)
+        sys.stderr = hidden
         try:
-            yield told
+            yield hidden
         finally:
             sys.stderr = before
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -134,24 +133,6 @@ async def first_answer(
             logger.warning("%s instance %x failed, try %d: %s", name, instance, tried + 1, error)
             failure = error
     raise failure
-
-
-class PrefillPeers:
-    """Prefill workers as decode sees them: any will do, another one if it fails."""
-
-    def __init__(self, client: PeerClient, timeout_s: float) -> None:
-        self._client = client
-        self._timeout_s = timeout_s
-
-    async def prefill(self, request: Mapping[str, Any], context: Context) -> Mapping[str, Any]:
-        """Prefill's reply. Raises `ClientFault` in prefill's words, `PeerUnavailable` and `PeerTimeout`."""
-        instances = self._client.instances()
-        random.shuffle(instances)
-
-        async def ask(instance: int, seconds: float) -> Mapping[str, Any]:
-            return await self._client.call(request, instance, context, seconds)
-
-        return await first_answer("prefill", instances, self._timeout_s, ask)
 
 
 def _own_words(text: str) -> str:

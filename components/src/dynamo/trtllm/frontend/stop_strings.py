@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo.trtllm.core import Step, Usage
-from dynamo.trtllm.request import prompt_ids
-from dynamo.trtllm.response import Output
+from dynamo.trtllm.frontend.request import prompt_ids
+from dynamo.trtllm.frontend.response import Output
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from dynamo.llm import exceptions as dynamo
 
-from dynamo.trtllm import peers
 from dynamo.trtllm.errors import ClientFault, EngineFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
-from dynamo.trtllm.peers import PeerClient, PrefillPeers
+from dynamo.trtllm.peers import client as peers
+from dynamo.trtllm.peers.client import PeerClient
+from dynamo.trtllm.peers.prefill import PrefillPeers
 from fakes import Answer, FakeClient, FakeContext, cancelled, outcome, replies
 
 SHORT_S = 0.02

@@ -9,8 +9,8 @@ import pytest
 
 from dynamo.trtllm.core import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.frontend.request import Request, parse_request
 from dynamo.trtllm.multimodal.parts import MediaPart
-from dynamo.trtllm.request import Request, parse_request
 
 IDS = "must hold token ids: whole numbers that are not negative and fit 32 bits"
 

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import PeerFault
-from dynamo.trtllm.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest, Handoff
+from dynamo.trtllm.peers.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest, Handoff
 from dynamo.trtllm.transfer.descriptor import PeerIdentity, TensorSpec, TransferDescriptor
 
 DESCRIPTOR = TransferDescriptor(

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from dynamo.llm import exceptions as dynamo
 
-from dynamo.trtllm import egress as module
 from dynamo.trtllm.core import Context
-from dynamo.trtllm.egress import DIRECT_CHUNKS, CancelWatch, Egress, Outlet, StreamClosed
 from dynamo.trtllm.errors import (
     ClientFault,
     EngineDead,
@@ -25,7 +23,9 @@ from dynamo.trtllm.errors import (
     RequestCancelled,
     ShuttingDown,
 )
-from dynamo.trtllm.response import Chunk
+from dynamo.trtllm.frontend import endpoint as module
+from dynamo.trtllm.frontend.endpoint import DIRECT_CHUNKS, CancelWatch, Egress, Outlet, StreamClosed
+from dynamo.trtllm.frontend.response import Chunk
 from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, until
 
 SHORT_S = 0.02
@@ -460,7 +460,7 @@ async def test_a_request_that_ran_into_a_deadline_is_refused_at_once_if_sent_aga
     handler.count = 1
     assert type(await outcome(push(egress, FakeSender(), FakeContext("late")))) is dynamo.ConnectionTimeout
     assert await push(egress, FakeSender(), FakeContext("other")) == []
-    monkeypatch.setattr("dynamo.trtllm.egress.LATE_MEMORY_S", -1.0)
+    monkeypatch.setattr("dynamo.trtllm.frontend.endpoint.LATE_MEMORY_S", -1.0)
     assert await push(egress, FakeSender(), FakeContext("late")) == []
     assert dict(egress.outcomes) == {"failed": 1, "completed": 2}
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from dynamo.trtllm.messages import SCHEMA_KEY, SCHEMA_VERSION
+from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dynamo.trtllm.core import Context, MediaItem, TokenBudget
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart, names_embedding_file
-from dynamo.trtllm.multimodal.remote import RemoteEncoder
+from dynamo.trtllm.peers.encode import RemoteEncoder
 
 
 class FilesApart:

@@ -1,0 +1,1 @@
+"""Other workers of the deployment: what is asked of an encode or a prefill worker, and the messages between them."""
