@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from PIL import Image
 
 FinishReason = Literal["stop", "eos", "length", "cancelled"]
@@ -33,6 +35,54 @@ class DecodedImage:
 
     digest: str
     image: Image.Image
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedVideo:
+    """The frames of one clip that the model should see, upright, in the order in which they are shown.
+
+    `frames` is uint8 `[frames, height, width, 3]`, RGB, and read-only. `digest` names the content together with
+    the choice of frames.
+    """
+
+    digest: str
+    frames: NDArray[np.uint8]
+    frame_indices: tuple[int, ...]
+    """Which frames of the clip they are, counted from 0."""
+    fps: float
+    """Frames a second of the clip itself, on average."""
+    total_frames: int
+    """Frames of the clip itself."""
+    duration_s: float
+
+    @property
+    def timestamps_s(self) -> tuple[float, ...]:
+        """When each frame is shown, in seconds: its index over `fps`, as Transformers' `VideoMetadata` has it."""
+        return tuple(index / self.fps for index in self.frame_indices)
+
+    @property
+    def nbytes(self) -> int:
+        return self.frames.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedAudio:
+    """One sound as the model should hear it: one channel, float32 `[samples]` within -1 and 1, read-only.
+
+    `rate` is in samples a second. `digest` names the content together with the rate.
+    """
+
+    digest: str
+    samples: NDArray[np.float32]
+    rate: int
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.samples) / self.rate
+
+    @property
+    def nbytes(self) -> int:
+        return self.samples.nbytes
 
 
 @dataclass(frozen=True)
