@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,8 +120,8 @@ def _start(which: Which, role: str, topology: str, cluster: Cluster, model: Path
         words += ["--encode-endpoint", ENCODE_ENDPOINT]
     if role == "encode":
         words += ["--endpoint", ENCODE_ENDPOINT]  # theirs has another default
-    command = [sys.executable, str(TESTS / "oracle" / "run_worker.py"), which, str(record), *words]
-    return cluster.start(role, command, {"DYN_SYSTEM_PORT": str(port)}, port)
+    script = str(TESTS / "oracle" / "run_worker.py")
+    return cluster.start_python(role, [script, which, str(record), *words], {"DYN_SYSTEM_PORT": str(port)}, port)
 
 
 def _collect(seen: Seen, request: str, folder: Path) -> None:

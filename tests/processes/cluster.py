@@ -178,6 +178,13 @@ class Cluster:
             )
         return self._managed(Managed(name, process, log, system_port))
 
+    def start_python(
+        self, name: str, words: Sequence[str], env: Mapping[str, str] | None = None, system_port: int | None = None
+    ) -> Managed:
+        """Start `python` with `words`, forked from a process that has imported torch and Transformers already."""
+        log = self._new_log(name)
+        return self._managed(Managed(name, prefork().start(words, self._environment(env), log), log, system_port))
+
     def _new_log(self, name: str) -> Path:
         return self.directory / f"{name}-{len(self.processes)}.log"
 
@@ -219,13 +226,8 @@ class Cluster:
     ) -> Managed:
         """Start one of our workers; by default wait until it serves."""
         port = free_port()
-        words = ["--model-path", model_path, "--served-model-name", self.model, *arguments]
-        env = {"DYN_SYSTEM_PORT": str(port), **(env or {})}
-        if "PYTHONPATH" in self._env or "PYTHONPATH" in env:  # other packages than those that are imported already
-            managed = self.start(name, [sys.executable, "-m", "dynamo.trtllm", *words], env, port)
-        else:
-            log = self._new_log(name)
-            managed = self._managed(Managed(name, prefork().start(words, self._environment(env), log), log, port))
+        words = ["-m", "dynamo.trtllm", "--model-path", model_path, "--served-model-name", self.model, *arguments]
+        managed = self.start_python(name, words, {"DYN_SYSTEM_PORT": str(port), **(env or {})}, port)
         if wait:
             self.wait_serving(managed)
         return managed

@@ -1,9 +1,9 @@
 """Workers for process tests without the eight seconds of CPU that importing torch and Transformers takes each of them.
 
 One process imports what every worker imports and then forks a worker for each request: a process of its own, with its own
-environment, log and session, that runs `python -m dynamo.trtllm` from there on. What reads the environment or starts threads
-when it is imported, as Dynamo's runtime does, is left to the worker. The launch, packaging and Slurm tests start workers the
-long way.
+environment, log and session, that runs a module or a script from there on, as `python` would. What reads the environment or
+starts threads when it is imported, as Dynamo's runtime does, is left to the worker. The launch, packaging and Slurm tests
+start workers the long way.
 """
 
 from __future__ import annotations
@@ -71,11 +71,14 @@ class Prefork:
         self._started: queue.SimpleQueue[Forked] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="prefork", daemon=True).start()
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
-        """A worker with these arguments and exactly this environment; its output goes to `log`."""
+    def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
+        """`python` with these words (`-m` and a module, or a script, then arguments) and exactly this environment.
+
+        Its output goes to `log`. Folders of its `PYTHONPATH` come first, but what is imported already stays.
+        """
         assert self._process.stdin is not None
         with self._lock:
-            self._process.stdin.write(json.dumps([list(arguments), dict(environment), str(log)]) + "\n")
+            self._process.stdin.write(json.dumps([list(words), dict(environment), str(log)]) + "\n")
             self._process.stdin.flush()
             return self._started.get(timeout=START_DEADLINE_S)
 
@@ -122,8 +125,8 @@ def _serve() -> tuple[list[str], dict[str, str], str]:
                 die_with_parent()
                 os.close(ready)
                 os.close(told)
-                arguments, environment, log = json.loads(line)
-                return arguments, environment, log
+                words, environment, log = json.loads(line)
+                return words, environment, log
             os.close(told)
             os.read(ready, 1)
             os.close(ready)
@@ -152,8 +155,8 @@ def _tell(pid: int, status: int | None) -> None:
     os.write(1, (json.dumps([pid, status]) + "\n").encode())
 
 
-def _become(arguments: list[str], environment: dict[str, Any], log: str) -> None:
-    """In the child: take on the worker's files, environment and arguments, and run it."""
+def _become(words: list[str], environment: dict[str, Any], log: str) -> None:
+    """In the child: take on the worker's files, environment, import path and arguments, and run it."""
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for here, there in ((nothing, 0), (sink, 1), (sink, 2)):
@@ -162,9 +165,16 @@ def _become(arguments: list[str], environment: dict[str, Any], log: str) -> None
     os.close(nothing)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["dynamo.trtllm", *arguments]
-    sys.path[0] = os.getcwd()
-    runpy.run_module("dynamo.trtllm", run_name="__main__", alter_sys=True)
+    folders = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[1:] = [*folders, *(folder for folder in sys.path[1:] if folder not in folders)]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = os.path.dirname(words[0])
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
