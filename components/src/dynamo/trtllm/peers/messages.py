@@ -1,17 +1,19 @@
 """What crosses a process between our own workers: prefill's hand-off to decode, and the encode worker's request and reply.
 
-Every message carries the schema's version; a reader that meets another version or an unknown field refuses it, so that workers of
-two releases fail in words instead of decoding nonsense. Tensors never travel here, only the transfer's descriptors of them.
+Every message carries the schema's version; a reader that meets another version or an unknown field refuses it, so that
+workers of two releases fail in words instead of decoding nonsense. Tensors never travel here, only the transfer's
+descriptors of them. The fields have types of their own: a changed noun of `core` or of the engine port changes how a message
+is made and read here, never what is on the wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dynamo.trtllm.core import FinishReason, Step, StepLogprobs, Usage
+from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 
@@ -40,6 +42,21 @@ class Message(BaseModel):
             ) from error
 
 
+class WireLogprob(NamedTuple):
+    """One token's natural log probability and its rank, from 1: `[token_id, logprob, rank]` in JSON."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class WireLogprobs(NamedTuple):
+    """Log probabilities at one position: `[chosen, [best, second, ...]]` in JSON."""
+
+    chosen: WireLogprob
+    top: tuple[WireLogprob, ...]
+
+
 class Handoff(Message):
     """What decode needs of a prefilled request: it fetches no media and tokenizes nothing.
 
@@ -51,9 +68,9 @@ class Handoff(Message):
     engine: str
     prompt_token_ids: tuple[int, ...]
     first_token_ids: tuple[int, ...]
-    logprobs: tuple[StepLogprobs, ...] | None = None
+    logprobs: tuple[WireLogprobs, ...] | None = None
     cached_tokens: int = 0
-    finish: FinishReason | None = None
+    finish: Literal["stop", "eos", "length", "cancelled"] | None = None
     stop_reason: int | str | None = None
     seed: int | None = None
     meta: Mapping[str, Any]
@@ -61,11 +78,41 @@ class Handoff(Message):
 
     def first_step(self) -> Step:
         """Prefill's first token as the engine port's step; the final one when prefill finished the request."""
-        return Step(self.first_token_ids, self.logprobs, self.finish, self.stop_reason, self.usage())
+        logprobs = None if self.logprobs is None else tuple(_position(each) for each in self.logprobs)
+        return Step(
+            token_ids=self.first_token_ids,
+            logprobs=logprobs,
+            finish=self.finish,
+            stop_reason=self.stop_reason,
+            usage=self.usage(),
+        )
 
     def usage(self) -> Usage:
         """Token counts of the context stage alone."""
-        return Usage(len(self.prompt_token_ids), len(self.first_token_ids), self.cached_tokens)
+        return Usage(
+            prompt_tokens=len(self.prompt_token_ids),
+            completion_tokens=len(self.first_token_ids),
+            cached_tokens=self.cached_tokens,
+        )
+
+
+def wire_logprobs(logprobs: Sequence[StepLogprobs] | None) -> tuple[WireLogprobs, ...] | None:
+    """An engine's log probabilities as `Handoff.logprobs` carries them."""
+    if logprobs is None:
+        return None
+    return tuple(WireLogprobs(_wire(each.chosen), tuple(map(_wire, each.top))) for each in logprobs)
+
+
+def _wire(token: TokenLogprob) -> WireLogprob:
+    return WireLogprob(token.token_id, token.logprob, token.rank)
+
+
+def _position(logprobs: WireLogprobs) -> StepLogprobs:
+    return StepLogprobs(chosen=_token(logprobs.chosen), top=tuple(map(_token, logprobs.top)))
+
+
+def _token(logprob: WireLogprob) -> TokenLogprob:
+    return TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank)
 
 
 class EncodeItem(Message):

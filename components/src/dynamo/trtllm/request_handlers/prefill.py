@@ -12,7 +12,7 @@ from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, Engine
 from dynamo.trtllm.frontend.request import Request, parse_request
 from dynamo.trtllm.frontend.response import Chunk, to_chunk
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
-from dynamo.trtllm.peers.messages import Handoff
+from dynamo.trtllm.peers.messages import Handoff, wire_logprobs
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats, withdrawn_on_failure
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
@@ -84,7 +84,7 @@ def _reply(engine: str, prefilled: Prefilled, offers: list[Offer], seed: int | N
         engine=engine,
         prompt_token_ids=prefilled.prompt_token_ids,
         first_token_ids=tuple(first.token_ids),
-        logprobs=None if first.logprobs is None else tuple(first.logprobs),
+        logprobs=wire_logprobs(first.logprobs),
         cached_tokens=prefilled.cached_tokens,
         finish=first.finish,
         stop_reason=first.stop_reason,
