@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, MediaConfig, Modality
-from dynamo.trtllm.core import DecodedImage, EncodedImage, TokenBudget
+from dynamo.trtllm.core import DecodedImage, EncodedMedia, TokenBudget
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.multimodal.loader import MediaLoader
@@ -46,13 +46,13 @@ class GatedEngine(DoubleEngine):
     """The double with images; `encode` waits for `gate` when there is one, and `encoded` holds the digests it was given."""
 
     def __init__(self, **script: Any) -> None:
-        given = {"image_placeholder_id": PLACEHOLDER, "image_tokens": IMAGE_TOKENS, **script}
+        given = {"placeholder_ids": {"image": PLACEHOLDER}, "media_tokens": IMAGE_TOKENS, **script}
         super().__init__(EngineConfig(kind=EngineKind.DOUBLE, double_script=given))
         self.gate: asyncio.Event | None = None
         self.encoding = asyncio.Event()
         self.encoded: list[str] = []
 
-    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedMedia]:
         self.encoded += [image.digest for image in images]
         self.encoding.set()
         if self.gate is not None:

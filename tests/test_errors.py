@@ -47,7 +47,7 @@ def test_a_part_is_named_by_kind_and_position() -> None:
     translated = to_dynamo(PartFault(2, "not an image", kind="video"))
     assert type(translated) is dynamo.InvalidArgument
     assert str(translated) == "video 2: not an image"
-    assert PartFault(1, "x").position == 1
+    assert PartFault(1, "x", kind="image").position == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("/srv/secret"), KeyError("x"), asyncio.TimeoutError("t"), ZeroDivisionError()])

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.config import EngineConfig, EngineKind
-from dynamo.trtllm.core import Context, DecodedImage, EncodedImage, MediaItem, PlacedMedia, Prompt, TokenBudget
+from dynamo.trtllm.core import Context, DecodedImage, EncodedMedia, MediaItem, PlacedMedia, Prompt, TokenBudget
 from dynamo.trtllm.engines.double import DoubleEngine
-from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.engines.port import EngineInfo, MediaInput
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
 from dynamo.trtllm.frontend.request import Request, parse_request
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor, expand
 from fakes import FakeContext, raw_request
 from media_parts import IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
+
+CLIP_PLACEHOLDER = 8
 
 
 class Source:
@@ -39,8 +41,11 @@ class Source:
         self.closed = True
 
 
-def image(digest: str, *token_ids: int) -> EncodedImage:
-    return EncodedImage(digest, {}, token_ids)
+PLACES = {"image": PLACEHOLDER, "video": CLIP_PLACEHOLDER}
+
+
+def image(digest: str, *token_ids: int) -> EncodedMedia:
+    return EncodedMedia("image", digest, {}, token_ids)
 
 
 def info(context_length: int = 100, placeholder: int | None = PLACEHOLDER) -> EngineInfo:
@@ -50,7 +55,7 @@ def info(context_length: int = 100, placeholder: int | None = PLACEHOLDER) -> En
         total_kv_blocks=None,
         max_num_seqs=1,
         max_num_batched_tokens=100,
-        image_placeholder_id=placeholder,
+        media={} if placeholder is None else {"image": MediaInput(placeholder_id=placeholder)},
         encodes_apart=True,
     )
 
@@ -61,14 +66,14 @@ def request(*token_ids: int, urls: Sequence[str] = (), **options: Any) -> Reques
 
 def test_each_placeholder_becomes_its_own_images_tokens_in_order() -> None:
     a, b = image("a", 50, 51), image("b", 60)
-    assert expand((1, PLACEHOLDER, 2, PLACEHOLDER, 3), PLACEHOLDER, [a, b], "text") == Prompt(
+    assert expand((1, PLACEHOLDER, 2, PLACEHOLDER, 3), PLACES, [a, b], "text") == Prompt(
         (1, 50, 51, 2, 60, 3), (PlacedMedia(a, 1, 2), PlacedMedia(b, 4, 1)), "text"
     )
 
 
 def test_an_expansion_that_holds_the_placeholder_itself_is_not_expanded_again() -> None:
     a, b = image("a", PLACEHOLDER, PLACEHOLDER), image("b", PLACEHOLDER)
-    prompt = expand((PLACEHOLDER, PLACEHOLDER), PLACEHOLDER, [a, b])
+    prompt = expand((PLACEHOLDER, PLACEHOLDER), PLACES, [a, b])
     assert prompt.token_ids == (PLACEHOLDER,) * 3
     assert [(each.item.digest, each.start, each.length) for each in prompt.media] == [("a", 0, 2), ("b", 2, 1)]
 
@@ -77,7 +82,15 @@ def test_a_decoded_image_keeps_its_placeholder() -> None:
     from PIL import Image
 
     decoded = DecodedImage("d", Image.new("RGB", (1, 1)))
-    assert expand((1, PLACEHOLDER), PLACEHOLDER, [decoded]) == Prompt((1, PLACEHOLDER), (PlacedMedia(decoded, 1, 1),))
+    assert expand((1, PLACEHOLDER), PLACES, [decoded]) == Prompt((1, PLACEHOLDER), (PlacedMedia(decoded, 1, 1),))
+
+
+def test_items_of_two_kinds_are_placed_where_each_kinds_placeholders_stand() -> None:
+    first, second, clip = image("a", 50, 51), image("b", 60), EncodedMedia("video", "c", {}, (70, 71, 72))
+    prompt = expand((1, CLIP_PLACEHOLDER, PLACEHOLDER, 2, PLACEHOLDER), PLACES, [first, second, clip])
+    assert prompt.token_ids == (1, 70, 71, 72, 50, 51, 2, 60)
+    assert prompt.media == (PlacedMedia(clip, 1, 3), PlacedMedia(first, 4, 2), PlacedMedia(second, 7, 1))
+    assert prompt.positions() == (1, 1, 2)
 
 
 @pytest.mark.asyncio
@@ -107,7 +120,8 @@ async def test_placeholders_and_images_must_be_as_many(token_ids: tuple[int, ...
     with pytest.raises(ClientFault) as caught:
         await MultimodalProcessor(info(), source).prepare(request(*token_ids, urls=urls))
     assert caught.value.message == (
-        f"the prompt has {places} image placeholders for {len(urls)} images; the text must not contain the model's placeholder"
+        f"the prompt has {places} image placeholders for {len(urls)} image parts; "
+        "the text must not contain the model's placeholder"
     )
     assert source.asked == []
 
@@ -135,12 +149,24 @@ async def test_a_prompt_that_its_images_make_too_long_is_refused_naming_both_cou
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
-async def test_an_engine_without_images_refuses_media_before_any_is_fetched(kind: str) -> None:
+async def test_an_engine_without_media_refuses_them_before_any_is_fetched(kind: str) -> None:
     source = Source()
-    raw = {"token_ids": [1], "multi_modal_data": {kind: [{"Url": "u"}]}}
+    raw = {"model": "m", "token_ids": [1], "multi_modal_data": {kind: [{"Url": "u"}]}}
     with pytest.raises(PartFault) as caught:
         await MultimodalProcessor(info(placeholder=None), source).prepare(parse_request(raw))
-    assert caught.value.message == f"{kind.removesuffix('_url')} 1: this worker serves a text model and takes no images"
+    name = kind.removesuffix("_url")
+    assert caught.value.message == f"{name} 1: the model m takes no {name} on this worker; it takes text only"
+    assert source.asked == []
+
+
+@pytest.mark.asyncio
+async def test_a_part_of_a_kind_that_the_engine_does_not_take_is_refused_and_named_among_its_kind() -> None:
+    source = Source()
+    data = {"image_url": [{"Url": "u"}], "video_url": [{"Url": "v"}]}
+    raw = {"model": "m", "token_ids": [1, PLACEHOLDER], "multi_modal_data": data}
+    with pytest.raises(PartFault) as caught:
+        await MultimodalProcessor(info(), source).prepare(parse_request(raw))
+    assert caught.value.message == "video 1: the model m takes no video on this worker; it takes image only"
     assert source.asked == []
 
 
@@ -170,4 +196,4 @@ async def test_closing_the_processor_closes_its_source() -> None:
 @pytest.mark.asyncio
 async def test_the_double_without_a_placeholder_is_such_an_engine() -> None:
     engine = DoubleEngine(EngineConfig(kind=EngineKind.DOUBLE))
-    assert (await engine.start()).image_placeholder_id is None
+    assert (await engine.start()).placeholder_id("image") is None

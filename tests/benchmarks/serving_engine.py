@@ -115,8 +115,8 @@ async def main(options: argparse.Namespace) -> None:
     info = await engine.start()
     try:
         reference = Reference(directory)
-        assert info.image_placeholder_id is not None
-        portable = Portable(engine, info.image_placeholder_id, reference.processor.tokenizer(reference.text)["input_ids"])
+        assert info.placeholder_id("image") is not None
+        portable = Portable(engine, info.placeholder_id("image"), reference.processor.tokenizer(reference.text)["input_ids"])
         await run_round(0, reference, portable, min(options.tokens, 32), options.concurrency)
         for number in range(1, options.rounds + 1):
             print(json.dumps(await run_round(number, reference, portable, options.tokens, options.concurrency)), flush=True)

@@ -132,7 +132,7 @@ async def main(model_path: str, rounds: int) -> None:
     portable = EngineConfig(
         kind=EngineKind.TRANSFORMERS, model_path=directory, modality=Modality.MULTIMODAL, device="cpu", torch_threads=1
     )
-    double = EngineConfig(kind=EngineKind.DOUBLE, double_script={"image_placeholder_id": 5})
+    double = EngineConfig(kind=EngineKind.DOUBLE, double_script={"placeholder_ids": {"image": 5}})
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="photographs-")))
         base = stack.enter_context(web_server(folder))

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Prompt, Sampling, Step, StepLogprobs, Tokens, Usage
+from dynamo.trtllm.core import DecodedImage, EncodedMedia, PlacedMedia, Prompt, Sampling, Step, StepLogprobs, Tokens, Usage
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest
 
 
@@ -92,7 +92,7 @@ async def split(engine: Engine, each: EngineRequest) -> Output:
 
 
 def place(
-    ids: Sequence[int], encoded: Sequence[EncodedImage], tail: Sequence[int]
+    ids: Sequence[int], encoded: Sequence[EncodedMedia], tail: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[PlacedMedia, ...]]:
     """`ids`, then the images with one more text token between them, then `tail`."""
     out, placed = list(ids), []

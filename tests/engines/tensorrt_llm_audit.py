@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from dynamo.trtllm.config import Role
-from dynamo.trtllm.core import EncodedImage, Prompt
+from dynamo.trtllm.core import EncodedMedia, Prompt
 from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
@@ -84,7 +84,7 @@ class Place(NamedTuple):
         """One engine that can play prefill and decode."""
         return self.started(architecture, args={**BOTH_HALVES, **args})
 
-    async def encoded(self, architecture: str, *shades: int) -> list[EncodedImage]:
+    async def encoded(self, architecture: str, *shades: int) -> list[EncodedMedia]:
         """Pictures from an encode worker."""
         async with self.started(architecture, Role.ENCODE) as (encoder, _):
             return list(await encoder.encode([picture(84, 56, shade) for shade in shades]))
@@ -209,8 +209,8 @@ async def dictionary_of_llama4(place: Place) -> None:
     """A file's rows and special tokens reach the engine as it wants them: in both topologies, one image and two."""
     async with place.both(LLAMA4) as (engine, _):
 
-        def adopted(value: float, **extras: Any) -> EncodedImage:
-            return engine.adopt_embeddings(f"f{value}", {"features": torch.full((1, 4, 8), value)}, extras)
+        def adopted(value: float, **extras: Any) -> EncodedMedia:
+            return engine.adopt_embeddings("image", f"f{value}", {"features": torch.full((1, 4, 8), value)}, extras)
 
         first = adopted(1.0, **SPECIAL)
         assert len(first.token_ids) == 7

@@ -11,7 +11,7 @@ import pytest_asyncio
 from PIL import Image
 
 from dynamo.trtllm.config import EngineConfig, EngineKind
-from dynamo.trtllm.core import DecodedImage
+from dynamo.trtllm.core import DecodedImage, MediaShape
 from dynamo.trtllm.engines.factory import create_engine
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
@@ -27,7 +27,7 @@ def _images() -> list[DecodedImage]:
 
 def _config(kind: str) -> EngineConfig:
     if kind == "double":
-        return EngineConfig(kind=EngineKind.DOUBLE, double_script={"image_placeholder_id": 299, "context_length": 512})
+        return EngineConfig(kind=EngineKind.DOUBLE, double_script={"placeholder_ids": {"image": 299}, "context_length": 512})
     return EngineConfig(
         kind=EngineKind(kind),
         model_path=str(DEMO_DIRECTORY),
@@ -176,7 +176,7 @@ async def test_images_are_encoded_in_order_to_the_length_that_was_foretold(subje
     encoded = await subject.engine.encode(subject.images)
     assert [e.digest for e in encoded] == [i.digest for i in subject.images]
     for each, image in zip(encoded, subject.images, strict=True):
-        assert len(each.token_ids) == subject.engine.image_tokens(*image.image.size)
+        assert len(each.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size))
         assert each.tensors["features"].shape == (len(each.token_ids), subject.info.hidden_size)
 
 

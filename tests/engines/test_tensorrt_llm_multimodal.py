@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dynamo.trtllm.config import Role
-from dynamo.trtllm.core import EncodedImage, Prompt, Step
+from dynamo.trtllm.core import EncodedMedia, Prompt, Step
 from dynamo.trtllm.engines.tensorrt_llm import mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.model import describe_model
@@ -63,7 +63,7 @@ def question(architecture: str, items: list[Any], **options: Any) -> Any:
 @pytest.mark.asyncio
 async def test_pictures_go_in_decoded_with_text_or_ids_by_release(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, QWEN25)) as (engine, info):
-        assert (info.image_placeholder_id, info.encodes_apart, info.hidden_size) == (IMAGE_ID, False, None)
+        assert (info.placeholder_id("image"), info.encodes_apart, info.hidden_size) == (IMAGE_ID, False, None)
         items = [picture(84, 56, 10), picture(56, 56, 20)]
         output = await generate(engine, question(QWEN25, items))
         call = instances()[-1].seen[-1]
@@ -167,7 +167,7 @@ async def test_a_request_that_goes_no_further_leaves_no_handle_behind(release: s
 @pytest.mark.asyncio
 async def test_a_text_model_takes_no_pictures(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, "LlamaForCausalLM")) as (engine, info):
-        assert info.image_placeholder_id is None
+        assert info.placeholder_id("image") is None
         with pytest.raises(ClientFault, match="takes no images"):
             await generate(engine, question(LLAVA, [picture()]))
 
@@ -184,7 +184,7 @@ async def test_decode_never_sees_media(release: str, tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_decode_worker_shows_no_placeholder(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, QWEN25, Role.DECODE)) as (_, info):
-        assert info.image_placeholder_id is None
+        assert info.placeholder_id("image") is None
 
 
 # Encoding apart
@@ -282,7 +282,7 @@ async def test_llama4_has_an_encode_role_for_embedding_files_only(release: str, 
     async with started(config_of(tmp_path, LLAMA4, Role.ENCODE)) as (engine, info):
         assert info.extras["images_encoded_apart"] is False
         special = {"image_special_tokens": [21], "image_special_token_offsets": [1]}
-        adopted = engine.adopt_embeddings("file", {"features": torch.ones(1, 3, 8)}, special)
+        adopted = engine.adopt_embeddings("image", "file", {"features": torch.ones(1, 3, 8)}, special)
         assert adopted.token_ids == (IMAGE_ID, 21, IMAGE_ID, IMAGE_ID)
         with pytest.raises(ClientFault, match="takes embedding files only"):
             await engine.encode([picture()])
@@ -308,7 +308,7 @@ async def test_without_the_private_class_encoding_apart_is_refused(release: str,
 async def test_embeddings_are_attached_beside_the_rendered_text(release: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(private, "handles_supported", lambda: False)
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
-        adopted = engine.adopt_embeddings("file", {"features": torch.arange(24.0).reshape(3, 8)}, {"source": "file"})
+        adopted = engine.adopt_embeddings("image", "file", {"features": torch.arange(24.0).reshape(3, 8)}, {"source": "file"})
         asked = question(LLAVA, [adopted])
         output = await generate(engine, asked)
         assert output.usage is not None
@@ -322,14 +322,14 @@ async def test_embeddings_are_attached_beside_the_rendered_text(release: str, tm
 async def test_embeddings_of_another_shape_are_refused(release: str, tmp_path: Path, shape: tuple[int, ...]) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
         with pytest.raises(ClientFault, match=r"must be \[tokens, 8\]"):
-            engine.adopt_embeddings("file", {"features": torch.zeros(shape)}, {})
+            engine.adopt_embeddings("image", "file", {"features": torch.zeros(shape)}, {})
 
 
 @pytest.mark.asyncio
 async def test_a_model_that_attaches_no_embeddings_says_so(release: str, tmp_path: Path) -> None:
-    stray = EncodedImage("x", {"features": torch.ones(2, 8)}, (IMAGE_ID,) * 2)
+    stray = EncodedMedia("image", "x", {"features": torch.ones(2, 8)}, (IMAGE_ID,) * 2)
     async with started(config_of(tmp_path, "Mistral3ForConditionalGeneration")) as (engine, _):
-        for attempt in (lambda: engine.adopt_embeddings("x", stray.tensors, {}),):
+        for attempt in (lambda: engine.adopt_embeddings("image", "x", stray.tensors, {}),):
             with pytest.raises(ClientFault, match="takes no precomputed embeddings"):
                 attempt()
         with pytest.raises(ClientFault, match="takes no precomputed embeddings"):
@@ -339,7 +339,7 @@ async def test_a_model_that_attaches_no_embeddings_says_so(release: str, tmp_pat
 @pytest.mark.asyncio
 async def test_pictures_and_embeddings_are_not_mixed(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
-        adopted = engine.adopt_embeddings("file", {"features": torch.ones(3, 8)}, {})
+        adopted = engine.adopt_embeddings("image", "file", {"features": torch.ones(3, 8)}, {})
         with pytest.raises(ClientFault, match="cannot be mixed"):
             await generate(engine, question(LLAVA, [adopted, picture()]))
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from dynamo.trtllm.core import DecodedImage, EncodedImage
+from dynamo.trtllm.core import DecodedImage, EncodedMedia
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.errors import ClientFault
 from engines.contract import generate, place, request
@@ -25,7 +25,7 @@ HIDDEN = 64
 class Subject:
     family: str
     engine: TransformersEngine
-    encoded: EncodedImage
+    encoded: EncodedMedia
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ async def qwen(directories: dict[str, Path]) -> AsyncIterator[TransformersEngine
 async def test_the_embeddings_of_a_picture_give_the_answer_of_the_picture(subject: Subject) -> None:
     stored = {name: tensor[None].double().clone() for name, tensor in subject.encoded.tensors.items()}
     extras = {key: torch.tensor([value]) for key, value in subject.encoded.extras.items()}
-    adopted = subject.engine.adopt_embeddings("file", stored, extras)
+    adopted = subject.engine.adopt_embeddings("image", "file", stored, extras)
     assert adopted.token_ids == subject.encoded.token_ids
     answers = []
     for item in (subject.encoded, adopted):
@@ -75,10 +75,10 @@ async def test_all_levels_of_embeddings_are_needed(directories: dict[str, Path])
         for missing in subject.encoded.tensors:
             rest = {name: tensor for name, tensor in subject.encoded.tensors.items() if name != missing}
             with pytest.raises(ClientFault, match=f"3 levels.*{missing}"):
-                subject.engine.adopt_embeddings("file", rest, subject.encoded.extras)
+                subject.engine.adopt_embeddings("image", "file", rest, subject.encoded.extras)
         uneven = {**subject.encoded.tensors, "features.1": subject.encoded.tensors["features.1"][:-1]}
         with pytest.raises(ClientFault, match="same number of rows"):
-            subject.engine.adopt_embeddings("file", uneven, subject.encoded.extras)
+            subject.engine.adopt_embeddings("image", "file", uneven, subject.encoded.extras)
     finally:
         await subject.engine.close()
 
@@ -109,17 +109,17 @@ async def test_embeddings_that_do_not_fit_are_refused_in_words(
     qwen: TransformersEngine, features: torch.Tensor, extras: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ClientFault, match=words):
-        qwen.adopt_embeddings("file", {"features": features}, extras)
+        qwen.adopt_embeddings("image", "file", {"features": features}, extras)
 
 
 @pytest.mark.asyncio
 async def test_a_square_needs_no_grid(qwen: TransformersEngine) -> None:
-    adopted = qwen.adopt_embeddings("file", {"features": torch.zeros(9, HIDDEN, dtype=torch.bfloat16)}, {})
+    adopted = qwen.adopt_embeddings("image", "file", {"features": torch.zeros(9, HIDDEN, dtype=torch.bfloat16)}, {})
     assert adopted.extras == {"image_grid_thw": [1, 6, 6]}
     assert len(adopted.token_ids) == 9
     assert adopted.tensors["features"].dtype == torch.float32
     with pytest.raises(ClientFault, match="features is missing"):
-        qwen.adopt_embeddings("file", {"other": torch.zeros(9, HIDDEN)}, {})
+        qwen.adopt_embeddings("image", "file", {"other": torch.zeros(9, HIDDEN)}, {})
 
 
 @pytest.mark.asyncio
@@ -128,7 +128,7 @@ async def test_models_with_one_image_size_take_no_other_number_of_rows(directori
     subject = await _subject(directories, family)
     try:
         with pytest.raises(ClientFault, match="4 rows of embeddings per image, not 5"):
-            subject.engine.adopt_embeddings("file", {"features": torch.zeros(5, HIDDEN)}, {})
+            subject.engine.adopt_embeddings("image", "file", {"features": torch.zeros(5, HIDDEN)}, {})
     finally:
         await subject.engine.close()
 
@@ -138,8 +138,9 @@ async def test_rows_with_breaks_need_the_size_of_the_image(directories: dict[str
     subject = await _subject(directories, "mistral3")
     try:
         with pytest.raises(ClientFault, match="image_sizes"):
-            subject.engine.adopt_embeddings("file", {"features": torch.zeros(6, HIDDEN)}, {})
-        adopted = subject.engine.adopt_embeddings("file", {"features": torch.zeros(6, HIDDEN)}, {"image_sizes": [56, 84]})
+            subject.engine.adopt_embeddings("image", "file", {"features": torch.zeros(6, HIDDEN)}, {})
+        sizes = {"image_sizes": [56, 84]}
+        adopted = subject.engine.adopt_embeddings("image", "file", {"features": torch.zeros(6, HIDDEN)}, sizes)
         assert adopted.token_ids == (7, 7, 7, 11, 7, 7, 7, 10)
     finally:
         await subject.engine.close()

@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from PIL import Image
 
-from dynamo.trtllm.core import DecodedImage, PlacedMedia
+from dynamo.trtllm.core import DecodedImage, MediaShape, PlacedMedia
 from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from engines.contract import Output, generate, request, split
@@ -155,7 +155,7 @@ async def test_a_long_prompt_in_chunks_gives_what_it_gives_in_one(saved: tuple[s
 @pytest.mark.asyncio
 async def test_images_of_earlier_turns_are_seen_where_they_stand(subject: Subject) -> None:
     if not subject.takes_images:
-        assert subject.info.image_placeholder_id is None
+        assert subject.info.placeholder_id("image") is None
         return
     first, second = noise_image(20, 56, 112), noise_image(21, 112, 56)
     ids, media = await subject.prompt([(_text(80, 5), [first]), (_text(81, 8), []), (_text(82, 3), [second])])
@@ -172,7 +172,7 @@ async def test_an_image_takes_the_tokens_that_were_foretold_and_is_the_same_in_a
     together = await asyncio.gather(*(subject.engine.encode([image]) for image in images))
     for image, (encoded,) in zip(images, together, strict=True):
         (alone,) = await subject.engine.encode([image])
-        assert len(encoded.token_ids) == subject.engine.image_tokens(*image.image.size)
+        assert len(encoded.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size))
         assert encoded.token_ids.count(subject.info.extras["image_token_id"]) == encoded.tensors["features"].shape[0]
         assert encoded.digest == image.digest
         for name, tensor in alone.tensors.items():

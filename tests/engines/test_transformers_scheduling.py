@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Prompt, Sampling, Step
+from dynamo.trtllm.core import DecodedImage, EncodedMedia, MediaShape, PlacedMedia, Prompt, Sampling, Step
 from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
@@ -489,7 +489,7 @@ async def test_media_that_does_not_fit_the_prompt_is_refused_by_position(start: 
 @pytest.mark.asyncio
 async def test_a_text_model_refuses_images(start: Start) -> None:
     engine = await start()
-    image = EncodedImage("a", {"features": torch.zeros(2, 64)}, (7, 7))
+    image = EncodedMedia("image", "a", {"features": torch.zeros(2, 64)}, (7, 7))
     with pytest.raises(ClientFault, match="takes no images"):
         await generate(engine, request((7, 7, 30), media=[PlacedMedia(image, 0, 2)], max_tokens=2))
     with pytest.raises(ClientFault, match="takes no images"):
@@ -504,7 +504,7 @@ async def test_an_image_of_impossible_shape_is_the_clients_fault_and_others_go_o
     assert isinstance(results[0], ClientFault)
     assert isinstance(results[1], list)
     assert engine.stats()["encoded_images_total"] == 1
-    assert engine.image_tokens(4000, 4) is None
+    assert engine.media_tokens(MediaShape("image", (4000, 4))) is None
 
 
 @pytest.mark.asyncio

@@ -41,7 +41,7 @@ class Mortal:
 
     def __init__(self, cluster: Cluster, directory: Path, role: str, *options: str, **script: Any) -> None:
         self._file = directory / f"{role}-is-dead"
-        played = {"image_placeholder_id": PLACEHOLDER, "kv_bytes_per_token": 1000, **script}
+        played = {"placeholder_ids": {"image": PLACEHOLDER}, "kv_bytes_per_token": 1000, **script}
         words = ["--engine", "double", "--modality", "multimodal", "--disaggregation-mode", role, *options]
         override = json.dumps({"double": {**played, "dies_with_file": str(self._file)}})
         self.process: Managed = cluster.worker(*words, "--override-engine-args", override, name=role)

@@ -17,7 +17,7 @@ from processes.media import data_url
 from processes.topologies import Deployment, deploy
 
 PLACEHOLDER = json.loads((DEMO_DIRECTORY / "config.json").read_text())["image_token_id"]
-SCRIPT = json.dumps({"double": {"image_placeholder_id": PLACEHOLDER, "kv_bytes_per_token": 1000}})
+SCRIPT = json.dumps({"double": {"placeholder_ids": {"image": PLACEHOLDER}, "kv_bytes_per_token": 1000}})
 DOUBLE = ("--engine", "double", "--modality", "multimodal", "--override-engine-args", SCRIPT)
 
 

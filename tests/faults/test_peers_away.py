@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def worker(cluster: Cluster, role: str, *options: str, wait: bool = True, **script: Any) -> Managed:
-    played = {"double": {"image_placeholder_id": PLACEHOLDER, "kv_bytes_per_token": 1000, **script}}
+    played = {"double": {"placeholder_ids": {"image": PLACEHOLDER}, "kv_bytes_per_token": 1000, **script}}
     mode = ("--disaggregation-mode", role, "--override-engine-args", json.dumps(played))
     return cluster.worker(*DOUBLE, *mode, *options, name=role, wait=wait)
 

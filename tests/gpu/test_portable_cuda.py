@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
-from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Prompt
+from dynamo.trtllm.core import DecodedImage, EncodedMedia, PlacedMedia, Prompt
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.engines.factory import create_engine
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState
@@ -52,17 +52,17 @@ def chat_ids(info: EngineInfo, images: int) -> tuple[int, ...]:
     content = [{"type": "text", "text": QUESTION}, *({"type": "image"} for _ in range(images))]
     text = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False)
     ids = tuple(tokenizer(text)["input_ids"])
-    assert ids.count(info.image_placeholder_id) == images
+    assert ids.count(info.placeholder_id("image")) == images
     return ids
 
 
-def prompt(info: EngineInfo, encoded: Sequence[EncodedImage], **sampling: Any) -> EngineRequest:
+def prompt(info: EngineInfo, encoded: Sequence[EncodedMedia], **sampling: Any) -> EngineRequest:
     """A question about `encoded`, with its placeholders expanded."""
     ids: list[int] = []
     placed: list[PlacedMedia] = []
     rest = iter(encoded)
     for token in chat_ids(info, len(encoded)):
-        if token == info.image_placeholder_id:
+        if token == info.placeholder_id("image"):
             item = next(rest)
             placed.append(PlacedMedia(item, len(ids), len(item.token_ids)))
             ids.extend(item.token_ids)

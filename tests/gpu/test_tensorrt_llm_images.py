@@ -43,7 +43,7 @@ def question(engine: Any, items: list[Any]) -> EngineRequest:
     placed: list[PlacedMedia] = []
     waiting = list(items)
     for token in encoded:
-        if token != engine._info.image_placeholder_id:
+        if token != engine._info.placeholder_id("image"):
             ids.append(token)
             continue
         item = waiting.pop(0)

@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 
 from dynamo.trtllm.config import MediaConfig
-from dynamo.trtllm.core import EncodedImage
+from dynamo.trtllm.core import EncodedMedia
 from dynamo.trtllm.embeddings import file_content, main, parse
 from dynamo.trtllm.multimodal.decode import decode_image
 from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from engines.families import make_tiny_engine
 
-DOUBLE = ("--engine", "double", "--override-engine-args", '{"double": {"image_placeholder_id": 7}}')
+DOUBLE = ("--engine", "double", "--override-engine-args", '{"double": {"placeholder_ids": {"image": 7}}}')
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def picture(tmp_path: Path) -> Path:
 
 def test_a_file_holds_levels_and_grid_in_the_form_that_a_worker_reads_back(tmp_path: Path) -> None:
     features, deeper = torch.rand(4, 8, dtype=torch.float16), torch.rand(4, 8, dtype=torch.float16)
-    encoded = EncodedImage("d", {"features": features, "features.1": deeper}, (7,) * 4, {"image_grid_thw": [1, 4, 4]})
+    encoded = EncodedMedia("image", "d", {"features": features, "features.1": deeper}, (7,) * 4, {"image_grid_thw": [1, 4, 4]})
     content = file_content(encoded)
     assert {key: tuple(tensor.shape) for key, tensor in content.items()} == {
         "mm_embeddings": (1, 4, 8),
@@ -113,7 +113,7 @@ def test_a_file_made_with_the_portable_engine_is_adopted_as_what_the_engine_enco
             (encoded,) = await engine.encode([image])
             for suffix, data in files.items():
                 loaded = load_embedding_file(data, suffix, 1 << 20)
-                adopted = engine.adopt_embeddings(encoded.digest, loaded.tensors, loaded.auxiliary)
+                adopted = engine.adopt_embeddings("image", encoded.digest, loaded.tensors, loaded.auxiliary)
                 assert adopted.token_ids == encoded.token_ids
                 assert adopted.extras == encoded.extras
                 assert sorted(adopted.tensors) == sorted(encoded.tensors)

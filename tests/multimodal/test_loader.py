@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.config import Modality
-from dynamo.trtllm.core import DecodedImage, EncodedImage, TokenBudget
+from dynamo.trtllm.core import DecodedImage, EncodedMedia, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
 from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart
@@ -38,8 +38,8 @@ async def test_pictures_become_embeddings_in_order() -> None:
     engine = GatedEngine()
     loader = await loader_over(engine)
     one, two = await loader.load(parts(png_url(1), png_url(2)), ROOMY)
-    assert isinstance(one, EncodedImage)
-    assert isinstance(two, EncodedImage)
+    assert isinstance(one, EncodedMedia)
+    assert isinstance(two, EncodedMedia)
     assert set(engine.encoded) == {one.digest, two.digest}
     assert one.token_ids == (PLACEHOLDER,) * IMAGE_TOKENS
     assert one.tensors["features"].shape == (IMAGE_TOKENS, HIDDEN)
@@ -76,7 +76,7 @@ async def test_pictures_and_embedding_files_mixed_keep_their_order(tmp_path: Pat
     loader = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
     three, five = write_embeddings(tmp_path, "a.pt", 3), write_embeddings(tmp_path, "b.pt", 5)
     items = await loader.load(parts(three, png_url(1), five, png_url(2), three), ROOMY)
-    assert [len(item.token_ids) for item in items if isinstance(item, EncodedImage)] == [3, IMAGE_TOKENS, 5, IMAGE_TOKENS, 3]
+    assert [len(item.token_ids) for item in items if isinstance(item, EncodedMedia)] == [3, IMAGE_TOKENS, 5, IMAGE_TOKENS, 3]
     assert items[0] is items[4]
 
 
@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_does_not_take_the_picture_from_another() -> 
 @pytest.mark.asyncio
 async def test_a_failure_is_not_kept_in_the_cache() -> None:
     class Failing(GatedEngine):
-        async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+        async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedMedia]:
             if not self.encoded:
                 self.encoded.append("failed")
                 raise ClientFault("no")

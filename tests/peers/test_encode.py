@@ -14,7 +14,7 @@ import pytest_asyncio
 from dynamo.llm import exceptions as dynamo
 
 from dynamo.trtllm.config import MediaConfig, PeerConfig
-from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
+from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, PeerFault, PeerTimeout, PeerUnavailable
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
@@ -88,11 +88,11 @@ async def test_embeddings_arrive_as_the_encode_worker_made_them_and_nothing_stay
     urls = [png_url(1), file, png_url(2)]
     got, expected = await encoder.load(parts(*urls), ROOMY, FakeContext()), await here.load(parts(*urls), ROOMY)
     for ours, theirs in zip(got, expected, strict=True):
-        assert isinstance(ours, EncodedImage)
-        assert isinstance(theirs, EncodedImage)
+        assert isinstance(ours, EncodedMedia)
+        assert isinstance(theirs, EncodedMedia)
         assert (ours.digest, ours.token_ids, ours.extras) == (theirs.digest, theirs.token_ids, theirs.extras)
         assert ours.tensors["features"].equal(theirs.tensors["features"])
-    assert [len(item.token_ids) for item in got if isinstance(item, EncodedImage)] == [IMAGE_TOKENS, 3, IMAGE_TOKENS]
+    assert [len(item.token_ids) for item in got if isinstance(item, EncodedMedia)] == [IMAGE_TOKENS, 3, IMAGE_TOKENS]
     assert got[0].tensors["features"].shape == (IMAGE_TOKENS, HIDDEN)  # type: ignore[union-attr]
     cluster.assert_nothing_held()
 

@@ -47,7 +47,7 @@ async def start(stack: AsyncExitStack, transfer: dict[str, Any] | None = None, *
 
 
 def asking(*urls: str, text_tokens: int = 1, context_length: int = 1000, first: int = 1) -> dict[str, Any]:
-    items = tuple(EncodeItem(position=first + at, url=url) for at, url in enumerate(urls))
+    items = tuple(EncodeItem(kind="image", position=first + at, url=url) for at, url in enumerate(urls))
     return EncodeRequest(items=items, text_tokens=text_tokens, context_length=context_length).model_dump(mode="json")
 
 

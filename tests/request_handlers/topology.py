@@ -40,7 +40,8 @@ class RecordingEngine(DoubleEngine):
     """
 
     def __init__(self, **script: Any) -> None:
-        given = {"image_placeholder_id": PLACEHOLDER, "image_tokens": IMAGE_TOKENS, "kv_bytes_per_token": KV_BYTES, **script}
+        media = {"placeholder_ids": {"image": PLACEHOLDER}, "media_tokens": IMAGE_TOKENS}
+        given = {**media, "kv_bytes_per_token": KV_BYTES, **script}
         super().__init__(EngineConfig(kind=EngineKind.DOUBLE, double_script=given))
         self.requests: list[EngineRequest] = []
         self.generated: list[EngineRequest] = []

@@ -6,9 +6,11 @@ answers in steps.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,22 +32,52 @@ class Context(Protocol):
 
 
 @dataclass(frozen=True)
-class DecodedImage:
-    """One image as the model should see it: RGB, upright. `digest` names its content."""
+class MediaShape:
+    """How large an item of media is, as far as that is known before it is decoded.
 
+    `sizes` are those of its kind: of an image `(width, height)`, upright, in pixels; of a video `(frames, width, height)`,
+    of which only the frames that the model sees count; of audio `(samples,)`, at the rate at which the model hears it.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodedMedia(ABC):
+    """One item of media as the model should take it. `digest` names its content, and what was chosen of it."""
+
+    kind: ClassVar[str]
+    """`image`, `video`, `audio`: a name in the registry `multimodal.kinds`."""
     digest: str
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+
+
+@dataclass(frozen=True)
+class DecodedImage(DecodedMedia):
+    """One image: RGB, upright."""
+
+    kind = "image"
     image: Image.Image
+
+    @property
+    def nbytes(self) -> int:
+        return self.image.width * self.image.height * 4  # Pillow keeps an RGB pixel in four bytes
 
 
 @dataclass(frozen=True, eq=False)
-class DecodedVideo:
+class DecodedVideo(DecodedMedia):
     """The frames of one clip that the model should see, upright, in the order in which they are shown.
 
     `frames` is uint8 `[frames, height, width, 3]`, RGB, and read-only. `digest` names the content together with
     the choice of frames.
     """
 
-    digest: str
+    kind = "video"
     frames: NDArray[np.uint8]
     frame_indices: tuple[int, ...]
     """Which frames of the clip they are, counted from 0."""
@@ -66,13 +98,13 @@ class DecodedVideo:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodedAudio:
+class DecodedAudio(DecodedMedia):
     """One sound as the model should hear it: one channel, float32 `[samples]` within -1 and 1, read-only.
 
     `rate` is in samples a second. `digest` names the content together with the rate.
     """
 
-    digest: str
+    kind = "audio"
     samples: NDArray[np.float32]
     rate: int
 
@@ -86,15 +118,16 @@ class DecodedAudio:
 
 
 @dataclass(frozen=True)
-class EncodedImage:
-    """One image's embeddings, from this engine's `encode`, from an encode worker, or from a file.
+class EncodedMedia:
+    """The embeddings of one item of media, from this engine's `encode`, from an encode worker, or from a file.
 
     `tensors["features"]` is `[tokens, hidden]`, floating point; models with several feature levels add `features.1` and so on, of
-    the same number of rows. `token_ids` is what the image's placeholder becomes in the prompt: the rows of `features`
-    belong to those of its ids that equal the engine's image token, in order. `extras` is what the processor says beside it (grid,
-    sizes), as JSON.
+    the same number of rows. `token_ids` is what the item's placeholder becomes in the prompt: the rows of `features`
+    belong to those of its ids that equal the engine's token for a row of features, in order. `extras` is what the processor says
+    beside it (grid, sizes), as JSON.
     """
 
+    kind: str
     digest: str
     tensors: Mapping[str, torch.Tensor]
     token_ids: tuple[int, ...]
@@ -105,7 +138,7 @@ class EncodedImage:
         return sum(t.nbytes for t in self.tensors.values())
 
 
-MediaItem: TypeAlias = "DecodedImage | EncodedImage"
+MediaItem: TypeAlias = "DecodedMedia | EncodedMedia"
 """What one media part of a request becomes."""
 
 
@@ -125,6 +158,15 @@ class Prompt:
     token_ids: tuple[int, ...]
     media: tuple[PlacedMedia, ...] = ()
     text: str | None = None
+
+    def positions(self) -> tuple[int, ...]:
+        """For each of `media` its place among those of its kind, counted from 1: by it errors name the part."""
+        seen: Counter[str] = Counter()
+        found: list[int] = []
+        for media in self.media:
+            seen[media.item.kind] += 1
+            found.append(seen[media.item.kind])
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from dynamo.trtllm.errors import ClientFault, StartupError, WorkerError
 if TYPE_CHECKING:
     import torch
 
-    from dynamo.trtllm.core import DecodedImage, EncodedImage
+    from dynamo.trtllm.core import DecodedImage, EncodedMedia
     from dynamo.trtllm.multimodal.fetch import Fetcher
 
 SUFFIXES = (".pt", ".safetensors")
@@ -154,7 +154,7 @@ async def _load(image: str, fetcher: Fetcher, media: MediaConfig) -> DecodedImag
         raise ClientFault(f"{_shorten(image)}: {error.message}") from error
 
 
-def write_file(output: Path, encoded: EncodedImage) -> None:
+def write_file(output: Path, encoded: EncodedMedia) -> None:
     """Write `encoded` to `output`, whose suffix names the format. Raises `StartupError` when it cannot be written."""
     import safetensors.torch
     import torch
@@ -169,7 +169,7 @@ def write_file(output: Path, encoded: EncodedImage) -> None:
         raise StartupError(f"{output} cannot be written") from error
 
 
-def file_content(encoded: EncodedImage) -> dict[str, torch.Tensor]:
+def file_content(encoded: EncodedMedia) -> dict[str, torch.Tensor]:
     """The dictionary of an embedding file: tensors on the CPU, each with a first dimension of one image."""
     import torch
 

@@ -23,10 +23,10 @@ class ClientFault(WorkerError):
 class PartFault(ClientFault):
     """One media part of the request is at fault.
 
-    `position` counts the media parts of the request from 1, in the order in which they were sent.
+    `position` counts the request's parts of that kind from 1, in the order in which they were sent.
     """
 
-    def __init__(self, position: int, message: str, *, kind: str = "image") -> None:
+    def __init__(self, position: int, message: str, *, kind: str) -> None:
         super().__init__(f"{kind} {position}: {message}")
         self.position = position
 

@@ -1,15 +1,16 @@
 """From a parsed request to engine inputs: parts -> media items -> the expanded prompt.
 
-The frontend's token ids are the prompt; each image placeholder in them is replaced in place by what its image expands to. There
-must be as many placeholders as images, so a literal placeholder in a user's text cannot happen unseen.
+The frontend's token ids are the prompt; each placeholder in them is replaced in place by what its item of media expands to. There
+must be as many placeholders of each kind as items of it, so a literal placeholder in a user's text cannot happen unseen.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from dynamo.trtllm.core import Context, EncodedImage, MediaItem, PlacedMedia, Prompt, TokenBudget
+from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, PlacedMedia, Prompt, TokenBudget
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.frontend.request import Request
@@ -30,28 +31,36 @@ class MultimodalProcessor:
     def __init__(self, info: EngineInfo, media: MediaSource) -> None:
         self._info = info
         self._media = media
+        self._placeholders = {kind: taken.placeholder_id for kind, taken in info.media.items()}
 
     async def prepare(self, request: Request, context: Context | None = None) -> Prompt:
         """The prompt of `request` with its media in place.
 
         Raises `ClientFault`, naming the part at fault, and `LimitFault` when the expanded prompt leaves no room for output.
         """
-        placeholder = self._info.image_placeholder_id
-        places = request.token_ids.count(placeholder) if placeholder is not None else 0
-        budget = TokenBudget(len(request.token_ids) - places, self._info.context_length)
-        self._require_room(budget, places)
+        places = {kind: request.token_ids.count(token) for kind, token in self._placeholders.items()}
+        taken = sum(places.values())
+        budget = TokenBudget(len(request.token_ids) - taken, self._info.context_length)
+        self._require_room(budget, taken)
+        self._require_taken(request)
+        given = Counter(part.kind for part in request.media)
+        for kind, count in places.items():
+            _check_places(kind, count, given[kind])
         if not request.media:
-            _check_places(places, 0)
             return Prompt(request.token_ids)
-        if placeholder is None:
-            first = request.media[0]
-            raise PartFault(first.position, "this worker serves a text model and takes no images", kind=first.kind)
-        if all(part.kind == "image" for part in request.media):
-            _check_places(places, len(request.media))
         items = await self._media.load(request.media, budget, context)
-        prompt = expand(request.token_ids, placeholder, items, request.text)
+        prompt = expand(request.token_ids, self._placeholders, items, request.text)
         self._require_room(budget, len(prompt.token_ids) - budget.text_tokens)
         return prompt
+
+    def _require_taken(self, request: Request) -> None:
+        """Refuse a part of a kind that the engine does not take."""
+        for part in request.media:
+            if part.kind in self._placeholders:
+                continue
+            taken = " and ".join(sorted(self._placeholders)) or "text"
+            message = f"the model {request.model} takes no {part.kind} on this worker; it takes {taken} only"
+            raise PartFault(part.position, message, kind=part.kind)
 
     @staticmethod
     def _require_room(budget: TokenBudget, media_tokens: int) -> None:
@@ -64,27 +73,32 @@ class MultimodalProcessor:
         await self._media.close()
 
 
-def expand(token_ids: Sequence[int], placeholder: int, items: Sequence[MediaItem], text: str | None = None) -> Prompt:
-    """Replace the placeholders of `token_ids`, one for each of `items` in order, by the items' expansions.
+def expand(
+    token_ids: Sequence[int], placeholders: Mapping[str, int], items: Sequence[MediaItem], text: str | None = None
+) -> Prompt:
+    """Replace the placeholders of `token_ids` by the expansions of `items`: those of each kind in the order of its items.
 
-    An item without an expansion (a decoded image, which its engine expands itself) keeps its placeholder.
+    `placeholders` are the kinds' ids. An item without an expansion (decoded media, which the engine expands itself) keeps its
+    placeholder.
     """
     ids: list[int] = []
     placed: list[PlacedMedia] = []
-    remaining = iter(items)
+    remaining = {token: iter([item for item in items if item.kind == kind]) for kind, token in placeholders.items()}
     for token in token_ids:
-        if token != placeholder:
+        waiting = remaining.get(token)
+        if waiting is None:
             ids.append(token)
             continue
-        item = next(remaining)
-        expansion = item.token_ids if isinstance(item, EncodedImage) else (placeholder,)
+        item = next(waiting)
+        expansion = item.token_ids if isinstance(item, EncodedMedia) else (token,)
         placed.append(PlacedMedia(item, len(ids), len(expansion)))
         ids.extend(expansion)
     return Prompt(tuple(ids), tuple(placed), text)
 
 
-def _check_places(places: int, images: int) -> None:
-    if places != images:
+def _check_places(kind: str, places: int, items: int) -> None:
+    if places != items:
         raise ClientFault(
-            f"the prompt has {places} image placeholders for {images} images; the text must not contain the model's placeholder"
+            f"the prompt has {places} {kind} placeholders for {items} {kind} parts; "
+            "the text must not contain the model's placeholder"
         )

@@ -1,6 +1,6 @@
 """A deterministic engine that computes nothing, for tests and benchmarks; it ships, so a deployment can be tried without a model.
 
-Its tokens depend on the prompt, on the digests of its images and on a given seed: all topologies give the same.
+Its tokens depend on the prompt, on the digests of its media and on a given seed: all topologies give the same.
 `--override-engine-args '{"double": {...}}'` scripts delays and failures; `DoubleScript` lists them.
 """
 
@@ -11,12 +11,23 @@ import math
 import os
 import zlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig
-from dynamo.trtllm.core import DecodedImage, EncodedImage, FinishReason, Sampling, Step, StepLogprobs, TokenLogprob, Tokens, Usage
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
+from dynamo.trtllm.core import (
+    DecodedMedia,
+    EncodedMedia,
+    FinishReason,
+    MediaShape,
+    Sampling,
+    Step,
+    StepLogprobs,
+    TokenLogprob,
+    Tokens,
+    Usage,
+)
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError, require_room
 
 STATE_SCHEMA = 1
@@ -30,8 +41,10 @@ class DoubleScript:
     first_token_id: int = 300
     token_span: int = 50
     """Output ids lie in `first_token_id ... first_token_id + token_span - 1`; a tokenizer must know them."""
-    image_placeholder_id: int | None = None
-    image_tokens: int = 4
+    placeholder_ids: dict[str, int] = field(default_factory=dict)
+    """The kinds of media that it takes, and the id that stands for an item of each in a prompt."""
+    media_tokens: int = 4
+    """Length of the expansion of an item of any kind."""
     context_length: int = 1 << 20
     max_num_seqs: int = 1 << 16
     answer_tokens: int = 16
@@ -83,8 +96,8 @@ class DoubleEngine(Engine):
             total_kv_blocks=script.context_length // 32,
             max_num_seqs=script.max_num_seqs,
             max_num_batched_tokens=script.context_length,
-            image_placeholder_id=script.image_placeholder_id,
-            encodes_apart=script.image_placeholder_id is not None,
+            media={kind: MediaInput(placeholder_id=token) for kind, token in script.placeholder_ids.items()},
+            encodes_apart=bool(script.placeholder_ids),
             hidden_size=_HIDDEN,
         )
 
@@ -107,29 +120,36 @@ class DoubleEngine(Engine):
     def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
         return self._stream(request, state)
 
-    def image_tokens(self, width: int, height: int) -> int | None:
-        return self._script.image_tokens
+    def media_tokens(self, shape: MediaShape) -> int | None:
+        return self._script.media_tokens
 
-    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+    async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
         import torch
 
-        if self._script.image_placeholder_id is None:
-            raise ClientFault("this model takes no images")
+        expansions = [(self._placeholder_of(item.kind),) * self._script.media_tokens for item in items]
         await asyncio.sleep(self._script.encode_delay_s)
-        self._encoded += len(images)
-        ids = (self._script.image_placeholder_id,) * self._script.image_tokens
+        self._encoded += len(items)
+        shades = [float(zlib.crc32(item.digest.encode()) % 97) for item in items]
         return [
-            EncodedImage(i.digest, {"features": torch.full((len(ids), _HIDDEN), float(zlib.crc32(i.digest.encode()) % 97))}, ids)
-            for i in images
+            EncodedMedia(item.kind, item.digest, {"features": torch.full((len(ids), _HIDDEN), shade)}, ids)
+            for item, ids, shade in zip(items, expansions, shades, strict=True)
         ]
 
-    def adopt_embeddings(self, digest: str, tensors: Mapping[str, Any], extras: Mapping[str, Any]) -> EncodedImage:
+    def _placeholder_of(self, kind: str) -> int:
+        placeholder = self._script.placeholder_ids.get(kind)
+        if placeholder is None:
+            raise ClientFault(f"this model takes no {kind}")
+        return placeholder
+
+    def adopt_embeddings(
+        self, kind: str, digest: str, tensors: Mapping[str, Any], extras: Mapping[str, Any]
+    ) -> EncodedMedia:
         features = tensors["features"]
         features = features[0] if features.dim() == 3 and features.shape[0] == 1 else features
         if features.dim() != 2 or features.shape[1] != _HIDDEN:
             raise ClientFault(f"embeddings must be [tokens, {_HIDDEN}] for this model, not {list(features.shape)}")
-        ids = (self._script.image_placeholder_id or 0,) * int(features.shape[0])
-        return EncodedImage(digest, {"features": features}, ids, extras)
+        ids = (self._placeholder_of(kind),) * int(features.shape[0])
+        return EncodedMedia(kind, digest, {"features": features}, ids, extras)
 
     async def check_health(self) -> None:
         if self._has_died_by_file():
@@ -266,6 +286,7 @@ def find_script_faults(script: Mapping[str, Any]) -> Iterator[str]:
 
 
 _SCRIPT_KINDS = {
+    "dict[str, int]": "an object of whole numbers",
     "int": "a whole number of at least 0",
     "float": "a number of at least 0",
     "bool": "true or false",
@@ -278,6 +299,8 @@ def _is_of(value: Any, kinds: Sequence[str]) -> bool:
         return ("None" if value is None else "bool") in kinds
     if isinstance(value, str):
         return "str" in kinds
+    if isinstance(value, dict):
+        return "dict[str, int]" in kinds and all(_is_of(each, ("int",)) for each in value.values())
     allowed = (int, float) if "float" in kinds else (int,) if "int" in kinds else ()
     return isinstance(value, allowed) and math.isfinite(value) and value >= 0
 

@@ -23,10 +23,18 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dynamo.trtllm.core import DecodedImage, EncodedImage, Prompt, Sampling, Step, Tokens
+from dynamo.trtllm.core import DecodedMedia, EncodedMedia, MediaShape, Prompt, Sampling, Step, Tokens
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaInput:
+    """How an engine takes one kind of media."""
+
+    placeholder_id: int
+    """The id that the chat template writes once for each item of the kind; no two kinds share one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +50,19 @@ class EngineInfo:
     """Most requests that are decoded in one step."""
     max_num_batched_tokens: int
     """Most prompt tokens that are computed in one step."""
-    image_placeholder_id: int | None = None
-    """The id that the chat template writes once per image; None: the engine takes no images."""
+    media: Mapping[str, MediaInput] = field(default_factory=dict)
+    """The kinds of media that the engine takes, by their names; none: it takes text alone."""
     encodes_apart: bool = False
-    """True: images go through `encode` first and `Prompt.token_ids` come expanded. False: the engine takes decoded images."""
+    """True: media go through `encode` first and `Prompt.token_ids` come expanded. False: the engine takes decoded media."""
     hidden_size: int | None = None
     """Width of an embedding row; None: the engine attaches no precomputed embeddings."""
     data_parallel_size: int = 1
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Facts for the start-up log and the model card, for instance the library's version."""
+
+    def placeholder_id(self, kind: str) -> int | None:
+        """The id that stands for one item of `kind`; None: the engine takes none."""
+        return self.media[kind].placeholder_id if kind in self.media else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +146,20 @@ class Engine(ABC):
         state.release()
 
     @abstractmethod
-    def image_tokens(self, width: int, height: int) -> int | None:
-        """Length of the expansion of an image of that size in pixels; None when only the engine itself finds out."""
+    def media_tokens(self, shape: MediaShape) -> int | None:
+        """Length of the expansion of an item of that kind and size; None when only the engine itself finds out."""
 
     @abstractmethod
-    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
-        """Embeddings of `images`, in order. Only where `EngineInfo.encodes_apart` or in the encode role."""
+    async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
+        """Embeddings of `items`, in order. Only where `EngineInfo.encodes_apart` or in the encode role.
 
-    def adopt_embeddings(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedImage:
-        """Make an `EncodedImage` of tensors that came from a file.
+        Raises `ClientFault`, without a part's position, for a kind or a size that the model does not take.
+        """
+
+    def adopt_embeddings(
+        self, kind: str, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]
+    ) -> EncodedMedia:
+        """Make an `EncodedMedia` of tensors that came from a file and stand for one item of `kind`.
 
         Raises `ClientFault`, without the part's position, when shape, grid or levels do not fit the model.
         """

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from dynamo.trtllm.core import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, require_known_content
 
-_PART_KINDS: tuple[tuple[str, Literal["image", "video", "audio"]], ...] = (
+_PART_KINDS = (
     ("image_url", "image"),
     ("video_url", "video"),
     ("audio_url", "audio"),
@@ -141,11 +141,11 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
 def _media(raw: Mapping[str, Any]) -> tuple[MediaPart, ...]:
     parts: list[MediaPart] = []
     for key, kind in _PART_KINDS:
-        for item in _optional(_list, raw, key) or ():
+        for position, item in enumerate(_optional(_list, raw, key) or (), 1):
             url: Any = item.get("Url") if isinstance(item, Mapping) else item
             if url is None and isinstance(item, Mapping) and "Decoded" in item:
-                raise ClientFault(f"{kind} {len(parts) + 1}: media decoded by the frontend is not supported; send its URL")
-            parts.append(MediaPart(position=len(parts) + 1, kind=kind, url=url))
+                raise ClientFault(f"{kind} {position}: media decoded by the frontend is not supported; send its URL")
+            parts.append(MediaPart(position=position, kind=kind, url=url))
     unknown = sorted({str(key)[:40] for key in raw} - {key for key, _ in _PART_KINDS})
     if unknown:
         raise ClientFault(f"content parts of type {', '.join(unknown)} are not supported; {TAKEN}")

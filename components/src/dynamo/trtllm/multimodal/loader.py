@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dynamo.trtllm.config import MediaConfig, Modality
-from dynamo.trtllm.core import Context, DecodedImage, EncodedImage, MediaItem, TokenBudget
+from dynamo.trtllm.core import Context, DecodedImage, MediaItem, MediaShape, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import LimitFault, require_room
 from dynamo.trtllm.multimodal import decoders
@@ -86,7 +86,7 @@ class MediaLoader:
                 digest, header = self._digest_and_header(source, data)
             else:
                 digest, header = await run_blocking(self._digest_and_header, source, data)
-            tokens = self._engine.image_tokens(header.width, header.height) if header is not None else 0
+            tokens = self._engine.media_tokens(MediaShape("image", (header.width, header.height))) if header is not None else 0
             return Inspected(part, source, data, digest, header, tokens or 0)
 
     def _digest_and_header(self, source: Source, data: bytes) -> tuple[str, ImageHeader | None]:
@@ -108,11 +108,9 @@ class MediaLoader:
     async def _embeddings(self, media: Inspected) -> MediaItem:
         assert isinstance(media.source, EmbeddingFile)
         loaded = await run_blocking(load_embedding_file, media.data, media.source.suffix, self._config.max_file_bytes)
-        return self._engine.adopt_embeddings(media.digest, loaded.tensors, loaded.auxiliary)
+        return self._engine.adopt_embeddings(media.part.kind, media.digest, loaded.tensors, loaded.auxiliary)
 
 
 def nbytes(item: MediaItem) -> int:
-    """Memory that `item` takes in a cache; Pillow keeps an RGB pixel in four bytes."""
-    if isinstance(item, EncodedImage):
-        return item.nbytes
-    return item.image.width * item.image.height * 4
+    """Memory that `item` takes in a cache."""
+    return item.nbytes

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo.trtllm.config import MediaConfig, Modality
@@ -32,10 +32,10 @@ _PART_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 @dataclass(frozen=True)
 class MediaPart:
-    """One media part of a request; `position` counts all media parts from 1, in the order in which they were sent."""
+    """One media part of a request; `position` counts those of its kind from 1, in the order in which they were sent."""
 
     position: int
-    kind: Literal["image", "video", "audio"]
+    kind: str
     url: str = field(repr=False)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dynamo.trtllm.config import MediaConfig, PeerConfig
-from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
+from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PeerFault, PeerUnavailable
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
@@ -106,7 +106,7 @@ class RemoteEncoder:
     ) -> MediaItem:
         end = time.monotonic() + timeout_s
         request = EncodeRequest(
-            items=(EncodeItem(position=part.position, url=part.url),),
+            items=(EncodeItem(kind=part.kind, position=part.position, url=part.url),),
             text_tokens=budget.text_tokens,
             context_length=budget.context_length,
         )
@@ -130,7 +130,7 @@ class RemoteEncoder:
 
     async def _read(self, item: EncodedItem, timeout_s: float) -> MediaItem:
         received = await self._transfer.fetch(item.transfer, max(timeout_s, 0.001), copy=True)
-        return EncodedImage(item.digest, received.tensors, item.token_ids, item.extras)
+        return EncodedMedia(item.kind, item.digest, received.tensors, item.token_ids, item.extras)
 
     def _candidates(self, reference: str) -> list[int]:
         """Live instances, best first: by rendezvous hash, those that carry much more than their share last."""

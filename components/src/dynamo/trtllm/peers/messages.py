@@ -116,8 +116,9 @@ def _token(logprob: WireLogprob) -> TokenLogprob:
 
 
 class EncodeItem(Message):
-    """One image to encode, or one embedding file to load; `position` is its place among the request's media, from 1."""
+    """One item to encode, or one embedding file to load; `position` counts the request's items of its kind, from 1."""
 
+    kind: str
     position: int
     url: str
 
@@ -131,8 +132,9 @@ class EncodeRequest(Message):
 
 
 class EncodedItem(Message):
-    """One item's reply: everything of `EncodedImage`, its tensors as a descriptor."""
+    """One item's reply: everything of `EncodedMedia`, its tensors as a descriptor."""
 
+    kind: str
     digest: str
     token_ids: tuple[int, ...]
     extras: Mapping[str, Any]

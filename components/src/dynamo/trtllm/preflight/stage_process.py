@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, Role
-from dynamo.trtllm.core import DecodedImage, EncodedImage, Prompt, Sampling
+from dynamo.trtllm.core import DecodedImage, EncodedMedia, Prompt, Sampling
 from dynamo.trtllm.engines.port import EngineInfo, EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.model import describe_model
@@ -32,7 +32,7 @@ SHARE_OF_PAIR = 0.25
 """Of the free GPU memory, for the KV cache of each of two engines on one GPU."""
 
 Started = tuple[TensorRTLLMEngine, EngineInfo]
-Item = DecodedImage | EncodedImage
+Item = DecodedImage | EncodedMedia
 
 
 async def main(group: str, wanted: Sequence[str], config: EngineConfig) -> None:
@@ -56,7 +56,7 @@ async def _halves(config: EngineConfig, wanted: Sequence[str]) -> None:
 
 async def _encoder(config: EngineConfig, wanted: Sequence[str]) -> None:
     """Encode a picture, and answer about it in an engine that did not encode it."""
-    encoded: list[EncodedImage] = []
+    encoded: list[EncodedMedia] = []
     async with AsyncExitStack() as stack:
         engines = await _start(stack, wanted, config, Role.ENCODE)
         if engines:
@@ -115,7 +115,7 @@ def _print(stage: str, outcome: str) -> None:
     print(f"{MARK}{json.dumps([stage, outcome])}", flush=True)
 
 
-async def _encode(engine: TensorRTLLMEngine, encoded: list[EncodedImage]) -> str:
+async def _encode(engine: TensorRTLLMEngine, encoded: list[EncodedMedia]) -> str:
     encoded.extend(await engine.encode([_picture()]))
     rows, width = encoded[0].tensors["features"].shape
     return f"{rows} rows of {width}"
@@ -189,7 +189,7 @@ def _picture() -> DecodedImage:
 def _picture_request(config: EngineConfig, info: EngineInfo, item: Item) -> EngineRequest:
     """A question about one picture, with the placeholder that the model's chat template writes."""
     facts = describe_model(config.model_path).facts
-    placeholder = info.image_placeholder_id
+    placeholder = info.placeholder_id("image")
     if placeholder is None or facts.placeholder is None:
         raise ValueError("the engine does not say which token stands for a picture")
     text = f"{facts.around[0]}{facts.placeholder}{facts.around[1]}What is in this picture?"
@@ -199,7 +199,7 @@ def _picture_request(config: EngineConfig, info: EngineInfo, item: Item) -> Engi
             f"{TEXT_IDS[0]} {facts.placeholder} {TEXT_IDS[1]}",
             [TEXT_IDS[0], placeholder, TEXT_IDS[1]],
         )
-    prompt = expand(ids, placeholder, [item], text)
+    prompt = expand(ids, {"image": placeholder}, [item], text)
     return EngineRequest(request_id="report-picture", prompt=prompt, sampling=_sampling())
 
 

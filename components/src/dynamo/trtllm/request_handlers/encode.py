@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from dynamo.trtllm.core import Context, EncodedImage, MediaItem, TokenBudget
+from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineFault
 from dynamo.trtllm.frontend.response import Chunk
@@ -33,7 +33,7 @@ class EncodeHandler(HandlerBase):
             yield {"token_ids": [], "finish_reason": "stop"}
             return
         request = EncodeRequest.parse(raw, "calling")
-        parts = [MediaPart(item.position, "image", item.url) for item in request.items]
+        parts = [MediaPart(item.position, item.kind, item.url) for item in request.items]
         items = await self._loader.load(parts, TokenBudget(request.text_tokens, request.context_length))
         offers: list[Offer] = []
         with withdrawn_on_failure(offers):
@@ -42,10 +42,16 @@ class EncodeHandler(HandlerBase):
 
     async def _offer(self, item: MediaItem, offers: list[Offer]) -> EncodedItem:
         """Offer the tensors of `item`, adding the offer to `offers`, and describe it."""
-        if not isinstance(item, EncodedImage):
+        if not isinstance(item, EncodedMedia):
             raise EngineFault("the encode worker's engine does not encode apart")
         offers.append(await self._transfer.offer(item.tensors))
-        return EncodedItem(digest=item.digest, token_ids=item.token_ids, extras=item.extras, transfer=offers[-1].descriptor)
+        return EncodedItem(
+            kind=item.kind,
+            digest=item.digest,
+            token_ids=item.token_ids,
+            extras=item.extras,
+            transfer=offers[-1].descriptor,
+        )
 
     def stats(self) -> Mapping[str, float]:
         return {**self._loader.stats(), **transfer_stats(self._transfer)}

@@ -178,7 +178,7 @@ class Service:
                 kv_block_size=self._info.kv_block_size,
                 dp_rank=dp_rank,
                 enable_local_indexer=runtime.enable_local_indexer,
-                image_token_id=self._info.image_placeholder_id,
+                image_token_id=self._info.placeholder_id("image"),
                 kv_state_endpoint=runtime.kv_state_endpoint,
             )
         )

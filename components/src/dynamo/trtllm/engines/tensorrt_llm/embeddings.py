@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from dynamo.trtllm.core import EncodedImage
+from dynamo.trtllm.core import EncodedMedia
 from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts
 from dynamo.trtllm.errors import ClientFault
 
@@ -23,7 +23,7 @@ TOKENS, OFFSETS = "image_special_tokens", "image_special_token_offsets"
 OLDER_TOKENS, OLDER_OFFSETS = "special_tokens", "image_token_offsets"
 """Names in the guide to which such files were first written."""
 FROM_FILE = "embedding_file"
-"""Key of `EncodedImage.extras`: the embeddings came from a file and not from this release's own encoder."""
+"""Key of `EncodedMedia.extras`: the embeddings came from a file and not from this release's own encoder."""
 DICTIONARY_MODELS = frozenset({"Llama4ForConditionalGeneration"})
 """Architectures that take a dictionary of the three keys and nothing else."""
 
@@ -36,8 +36,8 @@ def adopt(
     digest: str,
     features: torch.Tensor,
     extras: Mapping[str, Any],
-) -> EncodedImage:
-    """An `EncodedImage` of `features`, `[tokens, hidden]` or `[1, tokens, hidden]`, that came from a file.
+) -> EncodedMedia:
+    """An `EncodedMedia` of `features`, `[tokens, hidden]` or `[1, tokens, hidden]`, that came from a file.
 
     Raises `ClientFault` when the model takes none, for another shape, and for special tokens that do not fit
     the rows.
@@ -58,7 +58,7 @@ def adopt(
         for token, offset in zip(tokens, offsets, strict=True):
             ids[offset] = token
         told = {TOKENS: tokens, OFFSETS: offsets, FROM_FILE: True}
-    return EncodedImage(digest, {"features": features}, tuple(ids), told)
+    return EncodedMedia("image", digest, {"features": features}, tuple(ids), told)
 
 
 def special_tokens(extras: Mapping[str, Any], rows: int) -> tuple[list[int], list[int]]:
@@ -82,7 +82,7 @@ def special_tokens(extras: Mapping[str, Any], rows: int) -> tuple[list[int], lis
     return tokens, offsets
 
 
-def engine_form(item: EncodedImage) -> Any:
+def engine_form(item: EncodedMedia) -> Any:
     """One item of `multi_modal_embeddings["image"]`."""
     features = item.tensors["features"]
     if TOKENS not in item.extras:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dynamo.trtllm.core import DecodedImage, EncodedImage
+from dynamo.trtllm.core import DecodedImage, EncodedMedia
 from dynamo.trtllm.engines.tensorrt_llm import faults, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
@@ -40,12 +40,12 @@ class ImageEncoder:
         self._is_dead = is_dead
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(at_once)
-        self._running: set[asyncio.Task[EncodedImage]] = set()
+        self._running: set[asyncio.Task[EncodedMedia]] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="encode", daemon=True)
         self._thread.start()
 
-    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedMedia]:
         """Embeddings of `images`, in order: all of them or an error. A cancelled call's images are not
         started."""
         if self._closed:
@@ -79,7 +79,7 @@ class ImageEncoder:
         if self._running:
             await asyncio.wait(self._running)
 
-    async def _one(self, image: DecodedImage) -> EncodedImage:
+    async def _one(self, image: DecodedImage) -> EncodedMedia:
         """Once the library has the image, its result is read to the end, whoever waits for it."""
         await self._slots.acquire()
         if self._closed:
@@ -90,13 +90,13 @@ class ImageEncoder:
         task.add_done_callback(self._finished)
         return await asyncio.shield(task)
 
-    def _finished(self, task: asyncio.Task[EncodedImage]) -> None:
+    def _finished(self, task: asyncio.Task[EncodedMedia]) -> None:
         self._running.discard(task)
         self._slots.release()
         if not task.cancelled():
             task.exception()  # read, so that one whose caller has left is no warning
 
-    async def _submitted(self, image: DecodedImage) -> EncodedImage:
+    async def _submitted(self, image: DecodedImage) -> EncodedMedia:
         try:
             result = self._encoder.generate_async(self._inputs(image))
         except Exception as error:
@@ -119,7 +119,7 @@ class ImageEncoder:
         prompt = f"{before}{self._facts.placeholder}{after}"
         return {"prompt": prompt, "multi_modal_data": {"image": [image.image]}, "mm_processor_kwargs": {}}
 
-    def _take(self, image: DecodedImage, output: Any) -> EncodedImage:
+    def _take(self, image: DecodedImage, output: Any) -> EncodedMedia:
         """Opens every handle of `output`, also when one of them turns out to be of no use."""
         params = getattr(output, "disaggregated_params", None) or output.outputs[0].disaggregated_params
         rows, positions = _open_all(
@@ -135,7 +135,7 @@ class ImageEncoder:
             if grid is None:
                 raise EngineFault("the encoder did not say how an image is laid out")
             extras["grid"] = list(grid)
-        return EncodedImage(image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras)
+        return EncodedMedia("image", image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras)
 
 
 def _open_all(*groups: Sequence[Any]) -> list[list[torch.Tensor]]:

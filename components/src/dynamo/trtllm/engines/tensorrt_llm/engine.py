@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.config import EngineConfig, Role
-from dynamo.trtllm.core import DecodedImage, EncodedImage, Step, Tokens
+from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, MediaShape, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.tensorrt_llm import (
     arguments,
@@ -83,7 +83,7 @@ class TensorRTLLMEngine(Engine):
             library=self._library,
             llm=self._llm,
             info=info,
-            inputs=ModelInputs.of(self._library, self._llm, self._model, info.image_placeholder_id),
+            inputs=ModelInputs.of(self._library, self._llm, self._model, info.placeholder_id("image")),
             guided=self._args.get("guided_decoding_backend") is not None,
             death=self._death,
         )
@@ -157,19 +157,24 @@ class TensorRTLLMEngine(Engine):
                     if not failed:
                         abort(result)
 
-    def image_tokens(self, width: int, height: int) -> int | None:
+    def media_tokens(self, shape: MediaShape) -> int | None:
         return None
 
-    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+    async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
         if self._encoder is None:
             raise ClientFault("pictures of this model are encoded where its prompt is; this worker takes embedding files only")
+        images = [item for item in items if isinstance(item, DecodedImage)]
+        if len(images) != len(items):
+            raise ClientFault("this model takes images only")
         with self._watch.flight() as flight:
             encoded = await self._encoder.encode(images)
             flight.waiting = False
             self._watch.steps += 1
             return encoded
 
-    def adopt_embeddings(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedImage:
+    def adopt_embeddings(
+        self, kind: str, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]
+    ) -> EncodedMedia:
         model = self._model
         return embeddings.adopt(
             model.facts,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo.trtllm.core import DecodedImage, EncodedImage, Prompt
+from dynamo.trtllm.core import DecodedImage, EncodedMedia, Prompt
 from dynamo.trtllm.engines.tensorrt_llm import embeddings, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
@@ -71,7 +71,7 @@ class ModelInputs:
             raise ClientFault("this model takes no images")
         items = [media.item for media in prompt.media]
         images = [item.image for item in items if isinstance(item, DecodedImage)]
-        encoded = [item for item in items if isinstance(item, EncodedImage)]
+        encoded = [item for item in items if isinstance(item, EncodedMedia)]
         if images and encoded:
             raise ClientFault("pictures and precomputed embeddings cannot be mixed in one request to this model")
         if images:
@@ -91,7 +91,7 @@ class ModelInputs:
             inputs["multi_modal_uuids"] = {"image": list(uuids)}
         return EngineInputs(inputs=inputs, special_tokens=special_tokens)
 
-    def _attached(self, prompt: Prompt, encoded: list[EncodedImage]) -> EngineInputs:
+    def _attached(self, prompt: Prompt, encoded: list[EncodedMedia]) -> EngineInputs:
         if not self.model.facts.attaches_embeddings:
             raise ClientFault("this model takes no precomputed embeddings")
         inputs, special_tokens = self._text(prompt)
@@ -101,7 +101,7 @@ class ModelInputs:
         )
         return EngineInputs(inputs=inputs, special_tokens=special_tokens)
 
-    def _by_handles(self, prompt: Prompt, encoded: list[EncodedImage]) -> EngineInputs:
+    def _by_handles(self, prompt: Prompt, encoded: list[EncodedMedia]) -> EngineInputs:
         inputs, special_tokens = self._text(prompt)
         inputs["prompt_token_ids"] = self.unexpanded(prompt)
         keep = [_features(item).clone() for item in encoded]
@@ -140,7 +140,7 @@ class ModelInputs:
         ids += prompt.token_ids[at:]
         return ids
 
-    def _mrope(self, prompt: Prompt, encoded: Sequence[EncodedImage]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mrope(self, prompt: Prompt, encoded: Sequence[EncodedMedia]) -> tuple[torch.Tensor, torch.Tensor]:
         placed: list[tuple[int, mrope.Grid]] = []
         grown = 0
         for media, item in zip(prompt.media, encoded, strict=True):
@@ -152,7 +152,7 @@ class ModelInputs:
         return mrope.positions(len(prompt.token_ids) + grown, placed)
 
 
-def _features(item: EncodedImage) -> torch.Tensor:
+def _features(item: EncodedMedia) -> torch.Tensor:
     """Deepstack levels lie side by side in one row, as the library's encoder writes them."""
     if set(item.tensors) != {"features"}:
         raise ClientFault("these embeddings were not made by this model's encoder")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, Modality, Role
-from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.engines.port import EngineInfo, MediaInput
 from dynamo.trtllm.engines.tensorrt_llm import private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
@@ -92,7 +92,7 @@ def describe_engine(
         max_num_seqs=_first(getattr(built, "max_batch_size", None), args.get("max_batch_size")) or 2048,
         max_num_batched_tokens=_first(getattr(built, "max_num_tokens", None), args.get("max_num_tokens"))
         or 8192,
-        image_placeholder_id=model.placeholder_id if takes_images else None,
+        media=_media(model) if takes_images else {},
         hidden_size=model.hidden_size if model.facts.attaches_embeddings else None,
         data_parallel_size=ranks,
         extras=_extras(library, model, private.takes_handles(llm)),
@@ -107,11 +107,15 @@ def describe_encoder(library: Library, config: EngineConfig, model: ModelDescrip
         total_kv_blocks=None,
         max_num_seqs=int(config.args.get("max_batch_size") or 1),
         max_num_batched_tokens=int(config.args.get("max_num_tokens") or DEFAULT_CONTEXT_LENGTH),
-        image_placeholder_id=model.placeholder_id,
+        media=_media(model),
         encodes_apart=True,
         hidden_size=model.hidden_size,
         extras=_extras(library, model, None),
     )
+
+
+def _media(model: ModelDescription) -> dict[str, MediaInput]:
+    return {} if model.placeholder_id is None else {"image": MediaInput(placeholder_id=model.placeholder_id)}
 
 
 def _extras(library: Library, model: ModelDescription, takes_handles: bool | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dynamo.trtllm.core import EncodedImage, Prompt
+from dynamo.trtllm.core import EncodedMedia, Prompt
 from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.engines.tensorrt_llm import faults, handoff, sampling
 from dynamo.trtllm.engines.tensorrt_llm.inputs import EngineInputs, ModelInputs
@@ -113,7 +113,7 @@ class Submission:
     async def _refused(self, request: EngineRequest, error: Exception) -> WorkerError:
         logger.info("The engine refused request %s: %s: %s", request.request_id, type(error).__name__, error)
         items = [media.item for media in request.prompt.media]
-        encoded = bool(items) and all(isinstance(item, EncodedImage) for item in items)
+        encoded = bool(items) and all(isinstance(item, EncodedMedia) for item in items)
         return await self.death(error) or faults.refused(error, self.library.request_error, len(items), encoded)
 
     def _check_expanded(self, result: Any, prompt: Prompt) -> None:

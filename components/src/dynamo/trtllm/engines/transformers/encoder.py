@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dynamo.trtllm.core import DecodedImage, EncodedImage
+from dynamo.trtllm.core import DecodedImage, EncodedMedia
 from dynamo.trtllm.engines.transformers.families import Family, ImageTokens
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.errors import ClientFault
@@ -55,7 +55,7 @@ class ImageEncoder:
             options["device"] = self._loaded.device
         return options
 
-    def encode(self, images: Sequence[PixelInputs]) -> list[EncodedImage]:
+    def encode(self, images: Sequence[PixelInputs]) -> list[EncodedMedia]:
         """Features of `images` in one pass through the vision tower."""
         inputs = {name: _stack([i.tensors[name] for i in images]) for name in images[0].tensors}
         inputs = {name: t.to(self._loaded.device) for name, t in inputs.items()}
@@ -65,17 +65,17 @@ class ImageEncoder:
         levels = [output.pooler_output, *(output.deepstack_features if self._loaded.levels else ())]
         return [self._encoded(image, [level[at] for level in levels]) for at, image in enumerate(images)]
 
-    def _encoded(self, image: PixelInputs, levels: Sequence[torch.Tensor]) -> EncodedImage:
+    def _encoded(self, image: PixelInputs, levels: Sequence[torch.Tensor]) -> EncodedMedia:
         extras: dict[str, Any] = {}
         key = self._family.size_key
         if key is not None:
             extras[key] = image.tensors[key][0].tolist()
         return self._assemble(image.digest, levels, extras)
 
-    def _assemble(self, digest: str, levels: Sequence[torch.Tensor], extras: dict[str, Any]) -> EncodedImage:
+    def _assemble(self, digest: str, levels: Sequence[torch.Tensor], extras: dict[str, Any]) -> EncodedMedia:
         tensors = {_level_name(i): level.contiguous() for i, level in enumerate(levels)}
         rows = int(levels[0].shape[0])
-        return EncodedImage(digest, tensors, self._family.expand(self._image, rows, extras), extras)
+        return EncodedMedia("image", digest, tensors, self._family.expand(self._image, rows, extras), extras)
 
     def tokens_of(self, width: int, height: int) -> int | None:
         """Length of the expansion of an image of that size, or None when its shape is not one that the model takes."""
@@ -92,7 +92,7 @@ class ImageEncoder:
             return None
         return int(counts.num_image_tokens[0])
 
-    def adopt(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedImage:
+    def adopt(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedMedia:
         """Check features from a file and lay out their expansion. Raises `ClientFault` saying what does not fit."""
         names = [_level_name(i) for i in range(self._loaded.levels + 1)]
         missing = [name for name in names if name not in tensors]

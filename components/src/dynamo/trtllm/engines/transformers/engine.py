@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from dynamo.trtllm.config import EngineConfig
-from dynamo.trtllm.core import DecodedImage, EncodedImage, PlacedMedia, Step, Usage
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
+from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, MediaShape, PlacedMedia, Step, Usage
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.graphs import GraphBatch
@@ -83,7 +83,7 @@ class TransformersEngine(Engine):
             total_kv_blocks=self._total_blocks,
             max_num_seqs=options.max_batch_size,
             max_num_batched_tokens=options.max_num_tokens,
-            image_placeholder_id=loaded.image.placeholder if loaded.image else None,
+            media={"image": MediaInput(placeholder_id=loaded.image.placeholder)} if loaded.image else {},
             encodes_apart=self._encoder is not None,
             hidden_size=loaded.hidden_size if self._encoder else None,
             extras={
@@ -131,16 +131,18 @@ class TransformersEngine(Engine):
         sequence.last_token, sequence.output = first.token_ids[0], 1
         return sequence
 
-    def image_tokens(self, width: int, height: int) -> int | None:
-        return self._require_encoder().tokens_of(width, height)
+    def media_tokens(self, shape: MediaShape) -> int | None:
+        return self._require_encoder().tokens_of(*shape.sizes)
 
-    async def encode(self, images: Sequence[DecodedImage]) -> list[EncodedImage]:
+    async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
         encoder, worker = self._require_encoder(), self._require_worker()
         worker.require_alive()
         loop = asyncio.get_running_loop()
         jobs: list[EncodeJob] = []
         try:
-            for image in images:
+            for image in items:
+                if not isinstance(image, DecodedImage):
+                    raise ClientFault(f"this model takes no {image.kind}")
                 pixels = await loop.run_in_executor(self._preparing, encoder.preprocess, image)
                 jobs.append(EncodeJob(pixels, Sink()))
                 worker.submit(jobs[-1])
@@ -150,7 +152,9 @@ class TransformersEngine(Engine):
                 worker.cancel(job)
             raise
 
-    def adopt_embeddings(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedImage:
+    def adopt_embeddings(
+        self, kind: str, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]
+    ) -> EncodedMedia:
         return self._require_encoder().adopt(digest, tensors, extras)
 
     async def check_health(self) -> None:
@@ -190,10 +194,10 @@ class TransformersEngine(Engine):
         require_room(length, self._context_length)
         if self._options.max_input_len is not None and length > self._options.max_input_len:
             raise LimitFault(f"the prompt has {length} tokens; at most {self._options.max_input_len} are taken")
-        images = tuple(self._span(prompt.token_ids, media, at + 1) for at, media in enumerate(prompt.media))
-        for at, (before, after) in enumerate(itertools.pairwise(images)):
+        images = tuple(map(self._span, itertools.repeat(prompt.token_ids), prompt.media, prompt.positions()))
+        for position, (before, after) in zip(prompt.positions()[1:], itertools.pairwise(images), strict=True):
             if before.stop >= after.start:
-                raise PartFault(at + 2, "there must be at least one token between two images")
+                raise PartFault(position, "there must be at least one token between two images", kind=after.item.kind)
         _require_known_ids(prompt.token_ids, images if stage is not Stage.DECODE else None, loaded)
         room = self._context_length - length
         longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -217,14 +221,15 @@ class TransformersEngine(Engine):
         loaded, item = self._require_loaded(), media.item
         if loaded.image is None:
             raise ClientFault("this worker takes no images")
-        if not isinstance(item, EncodedImage):
+        if not isinstance(item, EncodedMedia):
             raise EngineFault("the portable engine takes images only through its encode stage")
         placed = token_ids[media.start : media.start + media.length].count(loaded.image.feature)
         names = ["features", *(f"features.{level}" for level in range(1, loaded.levels + 1))]
         for name in names:
             tensor = item.tensors.get(name)
             if tensor is None or tuple(tensor.shape) != (placed, loaded.hidden_size):
-                raise PartFault(position, f"its embeddings are not the {placed} x {loaded.hidden_size} that the prompt needs")
+                wanted = f"{placed} x {loaded.hidden_size}"
+                raise PartFault(position, f"its embeddings are not the {wanted} that the prompt needs", kind=item.kind)
         return ImageSpan(item, media.start, media.start + media.length)
 
     def _require_loaded(self) -> LoadedModel:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dynamo.trtllm.core import EncodedImage, FinishReason, Step, StepLogprobs, Usage
+from dynamo.trtllm.core import EncodedMedia, FinishReason, Step, StepLogprobs, Usage
 from dynamo.trtllm.engines.transformers.sampling import Choice
 
 
@@ -24,7 +24,7 @@ class Stage(Enum):
 class ImageSpan:
     """An image's place in the prompt: `token_ids[start:stop]`, of which `rows` stand for its rows of features."""
 
-    item: EncodedImage
+    item: EncodedMedia
     start: int
     stop: int
 
