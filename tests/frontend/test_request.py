@@ -241,12 +241,12 @@ def test_packed_token_ids_are_little_endian_32_bit() -> None:
     assert parse_request({"token_ids": bytearray(b"\1\0\0\0")}).token_ids == (1,)
 
 
-def test_media_parts_keep_their_order_and_count_from_one() -> None:
+def test_media_parts_keep_their_order_and_each_kind_counts_from_one() -> None:
     media = {"audio_url": [{"Url": "c"}], "image_url": [{"Url": "a"}, "b"]}
     assert parse_request({"token_ids": [1], "multi_modal_data": media}).media == (
         MediaPart(1, "image", "a"),
         MediaPart(2, "image", "b"),
-        MediaPart(3, "audio", "c"),
+        MediaPart(1, "audio", "c"),
     )
 
 

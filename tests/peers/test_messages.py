@@ -62,11 +62,21 @@ def test_the_first_step_is_final_only_when_prefill_finished_the_request() -> Non
     assert ended.first_step() == Step((), None, "stop", 301, Usage(3, 0, 2))
 
 
+ENCODE = EncodeRequest(
+    items=(EncodeItem(kind="image", position=2, url="https://x/y.png"),), text_tokens=5, context_length=64
+)
+ENCODED = EncodeReply(
+    items=(
+        EncodedItem(
+            kind="image", digest="d", token_ids=(1, 1), extras={"grid": [1, 2, 3]}, transfer=DESCRIPTOR
+        ),
+    )
+)
+
+
 def test_encode_messages_come_back_as_they_were_written() -> None:
-    request = EncodeRequest(items=(EncodeItem(position=2, url="https://x/y.png"),), text_tokens=5, context_length=64)
-    assert EncodeRequest.parse(through_json(request), "calling") == request
-    reply = EncodeReply(items=(EncodedItem(digest="d", token_ids=(1, 1), extras={"grid": [1, 2, 3]}, transfer=DESCRIPTOR),))
-    assert EncodeReply.parse(through_json(reply), "encode") == reply
+    assert EncodeRequest.parse(through_json(ENCODE), "calling") == ENCODE
+    assert EncodeReply.parse(through_json(ENCODED), "encode") == ENCODED
 
 
 DESCRIPTOR_JSON = (
@@ -86,12 +96,12 @@ ENDED_JSON = (
     '"meta": {"key": 4}, "transfer": null}'
 )
 ENCODE_JSON = (
-    '{"schema_version": 1, "items": [{"schema_version": 1, "position": 2, "url": "https://x/y.png"}], '
+    '{"schema_version": 1, "items": [{"schema_version": 1, "kind": "image", "position": 2, "url": "https://x/y.png"}], '
     '"text_tokens": 5, "context_length": 64}'
 )
 ENCODED_JSON = (
-    '{"schema_version": 1, "items": [{"schema_version": 1, "digest": "d", "token_ids": [1, 1], "extras": {"grid": [1, 2, 3]}, '
-    f'"transfer": {DESCRIPTOR_JSON}}}]}}'
+    '{"schema_version": 1, "items": [{"schema_version": 1, "kind": "image", "digest": "d", "token_ids": [1, 1], '
+    f'"extras": {{"grid": [1, 2, 3]}}, "transfer": {DESCRIPTOR_JSON}}}]}}'
 )
 
 
@@ -100,11 +110,8 @@ ENCODED_JSON = (
     [
         (handoff(logprobs=wire_logprobs(LOGPROBS), cached_tokens=2, seed=11, transfer=DESCRIPTOR), GOING_ON_JSON),
         (handoff(finish="stop", stop_reason="done", first_token_ids=()), ENDED_JSON),
-        (EncodeRequest(items=(EncodeItem(position=2, url="https://x/y.png"),), text_tokens=5, context_length=64), ENCODE_JSON),
-        (
-            EncodeReply(items=(EncodedItem(digest="d", token_ids=(1, 1), extras={"grid": [1, 2, 3]}, transfer=DESCRIPTOR),)),
-            ENCODED_JSON,
-        ),
+        (ENCODE, ENCODE_JSON),
+        (ENCODED, ENCODED_JSON),
     ],
     ids=["handoff", "handoff-at-its-end", "encode-request", "encode-reply"],
 )
