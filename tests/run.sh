@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that has to pass: ruff, mypy, shellcheck and the tests. Sets up .venv first.
-# All of them run even when one fails; the exit status is that of the first failure. Arguments go to pytest.
+# All of them run even when one fails; the exit status is that of the first failure. Arguments go to pytest, which runs two
+# files of tests at a time: `-n 4` for more, `-n 0` for one process, as --pdb and -s need it.
 #
 # usage: tests/run.sh [PYTEST-ARG...]
 set -uo pipefail
@@ -28,5 +29,6 @@ check ruff check .
 check mypy
 check mypy launch/lib/supervise.py
 check shellcheck -x "${scripts[@]}"
-check python -m pytest "$@"
+# By whole files, in their order: what a file starts for its tests is started once.
+check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 exit "$status"

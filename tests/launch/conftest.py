@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.harness import LAUNCH, Running, free_port, script_environment
+from launch.harness import LAUNCH, Running, script_environment
+from processes.cluster import free_port
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -25,12 +24,6 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = D
     while not condition():
         assert time.monotonic() < end, f"{what} did not happen within {deadline_s:g} s"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def alive(pid: int) -> bool:

@@ -14,7 +14,8 @@ import pytest
 
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from launch.harness import LAUNCH, ROOT, free_port, run_script, script_environment, wait_until
+from launch.harness import LAUNCH, ROOT, run_script, script_environment, wait_until
+from processes.cluster import free_port
 
 CAPTION = "a red circle on a blue background."
 DEADLINE_S = 240.0

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.harness import LAUNCH, ROOT, free_port, script_environment, wait_until
+from launch.harness import LAUNCH, ROOT, script_environment, wait_until
+from processes.cluster import free_port
 
 SCRIPTS = ["srun_disaggregated.sh", "srun_aggregated.sh"]
 START = str(LAUNCH / "multinode" / "start.sh")

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.harness import LAUNCH, free_port
+from launch.harness import LAUNCH
+from processes.cluster import free_port
 
 SUPERVISOR = LAUNCH / "lib" / "supervise.py"
 

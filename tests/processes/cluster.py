@@ -28,15 +28,24 @@ LOOPBACK_ONLY = dict.fromkeys(
 """Where each server inside Dynamo listens; by default the machine's own address or all of them."""
 POLL_S = 0.1
 DEMO_NAME = "demo"
+_RUN = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_RUNS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+"""Which of the test runs side by side this is, and how many they are."""
+_given: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago; below 32,768, since Dynamo reads `DYN_SYSTEM_PORT` as an int16."""
+    """A TCP port on loopback that was free a moment ago, each time another one, and none that a test run beside this one takes.
+
+    Below 32,768, since Dynamo reads `DYN_SYSTEM_PORT` as an int16.
+    """
     while True:
-        port = random.randint(10_000, 32_000)
+        port = random.randrange(10_000 + _RUN, 32_000, _RUNS)
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 def wait_until(condition: Any, what: str, deadline_s: float = START_DEADLINE_S) -> Any:
