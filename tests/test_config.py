@@ -6,7 +6,6 @@ import pytest
 
 from dynamo.trtllm.config import (
     DEFAULT_ENGINE_ARGS,
-    EngineConfig,
     Invocation,
     MediaConfig,
     ModelConfig,
@@ -33,13 +32,6 @@ def test_each_role_has_an_endpoint_of_its_own(role: Role, endpoint: str) -> None
 def test_the_first_served_name_is_the_models_and_the_path_stands_in_for_it() -> None:
     assert ModelConfig(path="p").name == "p"
     assert ModelConfig(path="p", served_names=("a", "b")).name == "a"
-
-
-@pytest.mark.parametrize(
-    ("events", "metrics", "anything"), [(False, False, False), (True, False, True), (False, True, True), (True, True, True)]
-)
-def test_an_engine_publishes_when_events_or_metrics_are_wanted(events: bool, metrics: bool, anything: bool) -> None:
-    assert EngineConfig(publish_kv_events=events, publish_metrics=metrics).publish_events_and_metrics is anything
 
 
 def test_every_layer_is_frozen() -> None:

@@ -97,7 +97,7 @@ def test_the_plan_is_computed_with_the_default_in_the_place_of_a_wrong_value(cap
     assert len(faults_of(printed)) == 2
 
 
-ARGUMENT_FLAGS = sorted(flag.name for flag in FLAGS.values() if flag.engine_arg and "N" in flag.kind.metavar)
+ARGUMENT_FLAGS = sorted(flag.name for flag in FLAGS.values() if flag.argument and "N" in flag.kind.metavar)
 
 
 @pytest.mark.parametrize("name", ARGUMENT_FLAGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -158,7 +159,7 @@ async def test_a_worker_registers_its_model_and_serves_it_with_a_canary(world: W
     assert (options["worker_type"], options["needs"], options["kv_cache_block_size"]) == (WorkerType.Aggregated, [], 16)
     assert (options["model_aliases"], options["ignore_weights"]) == (["alias"], True)
     assert world.runtime.made.handler == world.egress.serve
-    assert world.runtime.made.options["health_check_payload"] == health_check_payload(Role.AGGREGATED)
+    assert world.runtime.made.options["health_check_payload"] == health_check_payload(Role.AGGREGATED, RuntimeConfig())
     assert world.runtime.made.options["metrics_labels"] == [("model", "m")]
     assert (world.service.instance_id, world.runtime.names) == (7, ["dyn://dynamo.tensorrt_llm.generate"])
     world.service._on_signal()
@@ -411,13 +412,27 @@ def test_a_decode_worker_keeps_no_index_of_kv_events() -> None:
     assert runtime_config(INFO, RuntimeConfig(), ModelConfig(), Role.DECODE).enable_local_indexer is False
 
 
-def test_the_canary_asks_for_one_token_and_the_environment_may_replace_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DYN_HEALTH_CHECK_PAYLOAD", raising=False)
-    payload = health_check_payload(Role.DECODE)
+def test_the_canary_asks_for_one_token_and_a_payload_of_the_user_replaces_it() -> None:
+    payload = health_check_payload(Role.DECODE, RuntimeConfig())
     assert (payload["_HEALTH_CHECK"], payload["token_ids"], payload["stop_conditions"]["max_tokens"]) == (True, [1], 1)
-    assert health_check_payload(Role.ENCODE)["items"] == []
-    monkeypatch.setenv("DYN_HEALTH_CHECK_PAYLOAD", '{"token_ids": [4]}')
-    assert health_check_payload(Role.DECODE)["token_ids"] == [4]
+    assert health_check_payload(Role.ENCODE, RuntimeConfig())["items"] == []
+    own = health_check_payload(Role.DECODE, RuntimeConfig(health_check_payload={"token_ids": [4]}))
+    assert own == {"_HEALTH_CHECK": True, "token_ids": [4]}
+
+
+def test_what_dynamos_rust_side_reads_from_the_environment_is_set_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str | None] = {}
+
+    def join(*args: Any, **options: Any) -> None:
+        seen.update({name: os.environ.get(name) for name in ("DYN_ENGINE_REQUEST_LIMIT", "DYN_TCP_TLS_INSECURE")})
+        raise Exception("no etcd")
+
+    monkeypatch.setattr(runtime, "create_runtime", join)
+    monkeypatch.setenv("DYN_ENGINE_REQUEST_LIMIT", "1")
+    monkeypatch.setenv("DYN_TCP_TLS_INSECURE", "1")
+    with pytest.raises(StartupError):
+        runtime.connect(RuntimeConfig(environment={"DYN_ENGINE_REQUEST_LIMIT": "9", "DYN_TCP_TLS_INSECURE": None}))
+    assert seen == {"DYN_ENGINE_REQUEST_LIMIT": "9", "DYN_TCP_TLS_INSECURE": None}
 
 
 def test_a_runtime_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo.trtllm.config import CheckOptions, EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.flags import FLAGS, SWITCH
+from dynamo.trtllm.utils.flags import FLAGS
 from dynamo.trtllm.utils.trtllm_utils import dump_engine_args, parse, parse_args, write_config
 
 MIB = 1 << 20
@@ -84,7 +84,7 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--engine", "transformers", "--torch-threads", "3"], lambda c: c.engine.torch_threads, 3),
     (["--publish-events-and-metrics"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (True, True)),
     (["--publish-metrics"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (False, True)),
-    (["--publish-kv-events"], lambda c: c.engine.publish_events_and_metrics, True),
+    (["--publish-kv-events"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (True, False)),
     (["--allowed-local-media-path", "/"], lambda c: (c.media.allowed_local_path, c.media.local_images), (Path("/"), True)),
     (["--max-file-size-mb", "2"], lambda c: c.media.max_file_bytes, 2 * MIB),
     (["--max-file-size-mb", "500"], lambda c: c.media.max_request_bytes, 500 * MIB),
@@ -288,10 +288,29 @@ def test_other_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.runtime.enable_local_indexer, invocation.notes) == (False, ())
 
 
-def test_settings_that_the_rust_side_reads_are_written_to_the_environment() -> None:
-    parse(["--engine-request-limit", "9", "--response-plane", "quic", "--health-check-payload", '{"token_ids": [7]}'])
-    assert (os.environ["DYN_ENGINE_REQUEST_LIMIT"], os.environ["DYN_RESPONSE_PLANE"]) == ("9", "quic")
-    assert json.loads(os.environ["DYN_HEALTH_CHECK_PAYLOAD"]) == {"token_ids": [7]}
+RUST_SIDE = [
+    (["--engine-request-limit", "9"], {"DYN_ENGINE_REQUEST_LIMIT": "9"}),
+    (["--response-plane", "quic"], {"DYN_RESPONSE_PLANE": "quic"}),
+    (["--tcp-tls-cert-path", "/c", "--tcp-tls-key-path", "/k"], {"DYN_TCP_TLS_CERT_PATH": "/c", "DYN_TCP_TLS_KEY_PATH": "/k"}),
+    (["--nats-tls-ca-cert-path", "/ca"], {"NATS_TLS_CA_CERT_PATH": "/ca"}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), RUST_SIDE, ids=[case[0][0] for case in RUST_SIDE])
+def test_parsing_leaves_the_environment_as_it_is_and_names_what_dynamos_rust_side_is_to_find_there(
+    arguments: list[str], wanted: dict[str, str]
+) -> None:
+    before = dict(os.environ)
+    config = parse_args([*arguments, "--health-check-payload", '{"token_ids": [7]}'])
+    assert dict(os.environ) == before
+    assert {**config.runtime.environment, **wanted} == config.runtime.environment
+    assert config.runtime.health_check_payload == {"token_ids": [7]}
+
+
+def test_a_variable_that_a_flag_turns_off_is_named_to_be_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_TCP_TLS_INSECURE", "true")
+    config = parse_args(["--no-tcp-tls-insecure"])
+    assert (config.runtime.environment["DYN_TCP_TLS_INSECURE"], os.environ["DYN_TCP_TLS_INSECURE"]) == (None, "true")
 
 
 def test_the_configuration_is_written_where_it_was_asked_for(tmp_path: Path) -> None:
@@ -510,7 +529,7 @@ BAD = [
     (
         ["--dit-cfg-size", "2"],
         "--dit-cfg-size is a flag of Dynamo's own component that this worker does not have: "
-        "it is for generating pictures and videos",
+        "it is for generating images and videos",
     ),
     (
         ["--router-kv-overlap-score-weight", "2"],
@@ -688,7 +707,7 @@ def test_version_names_the_package_without_importing_dynamo_either() -> None:
 
 def test_every_switch_can_be_turned_off() -> None:
     for flag in FLAGS.values():
-        if flag.kind is SWITCH:
+        if flag.is_switch:
             assert parse([f"--no-{flag.name[2:]}"]).check is None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Role, WorkerConfig
 from dynamo.trtllm.preflight.faults import longest_prompt, release_to_check
 from dynamo.trtllm.preflight.shape import ModelShape
-from dynamo.trtllm.utils.kinds import drop_empty
+from dynamo.trtllm.utils.engine_args import drop_empty
 from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers
 from dynamo.trtllm.utils.yaml_files import read_yaml
 

@@ -19,9 +19,9 @@ from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, ModelFacts, Releas
 from dynamo.trtllm.preflight.engine_rules import find_engine_faults
 from dynamo.trtllm.preflight.files import find_file_faults
 from dynamo.trtllm.preflight.shape import ModelShape, find_shape
-from dynamo.trtllm.utils.kinds import find_wrong, show
+from dynamo.trtllm.roles import a_role
+from dynamo.trtllm.utils.engine_args import find_wrong, show
 from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, origin_of, without
-from dynamo.trtllm.utils.settings import a_role
 
 TARGET_RELEASE = "1.3.0rc29"
 NIXL_MACHINES = ("x86_64", "aarch64")

@@ -11,8 +11,8 @@ from dynamo.trtllm.preflight.faults import facts_of, longest_prompt
 from dynamo.trtllm.preflight.masking import mask
 from dynamo.trtllm.preflight.memory import GpuMemory, MemoryEstimate, size
 from dynamo.trtllm.preflight.shape import ModelShape
+from dynamo.trtllm.roles import a_role
 from dynamo.trtllm.utils.layers import find_value
-from dynamo.trtllm.utils.settings import a_role
 from dynamo.trtllm.utils.trtllm_utils import dump_engine_args
 
 

@@ -17,7 +17,7 @@ from dynamo.common.token_budget import TokenBudget, publish_token_budget
 from dynamo.common.utils.endpoint_types import parse_endpoint_types
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds, graceful_shutdown_with_discovery
 from dynamo.common.utils.runtime import create_runtime
-from dynamo.health_check import HEALTH_CHECK_KEY, load_health_check_from_env
+from dynamo.health_check import HEALTH_CHECK_KEY
 from dynamo.llm import KvEventPublisher, ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime, Endpoint
 
@@ -53,7 +53,13 @@ _WORKER_TYPES = {
 
 
 def connect(config: RuntimeConfig) -> DistributedRuntime:
-    """Join Dynamo, on the event loop that will serve. Raises `StartupError` when discovery or a plane is out of reach."""
+    """Join Dynamo, on the event loop that will serve. Raises `StartupError` when discovery or a plane is out of reach.
+
+    The one place that writes this process's environment: Dynamo's Rust side reads some of its options only there.
+    """
+    for name, value in config.environment.items():
+        os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
     try:
         runtime, _ = create_runtime(
             config.discovery_backend, config.request_plane, event_plane=config.event_plane, response_plane=config.response_plane
@@ -130,7 +136,7 @@ class Service:
                 egress.endpoint_handler(),
                 graceful_shutdown=True,
                 metrics_labels=[("model", self._config.model.name)],
-                health_check_payload=health_check_payload(self._config.role),
+                health_check_payload=health_check_payload(self._config.role, self._config.runtime),
             )
         except Exception as error:  # the binding raises plain Exception
             raise StartupError(f"cannot serve {self._config.runtime.endpoint}: {error}") from error
@@ -300,8 +306,10 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
     return card
 
 
-def health_check_payload(role: Role) -> dict[str, Any]:
-    """The canary's request; `DYN_HEALTH_CHECK_PAYLOAD` replaces it."""
+def health_check_payload(role: Role, runtime: RuntimeConfig) -> dict[str, Any]:
+    """The canary's request; `--health-check-payload` replaces it."""
+    if runtime.health_check_payload:
+        return {HEALTH_CHECK_KEY: True, **runtime.health_check_payload}
     payload: dict[str, Any] = {
         HEALTH_CHECK_KEY: True,
         "token_ids": [1],
@@ -311,4 +319,4 @@ def health_check_payload(role: Role) -> dict[str, Any]:
     }
     if role is Role.ENCODE:
         payload["items"] = []
-    return load_health_check_from_env() or payload
+    return payload

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.json_text import parse_json
+from dynamo.trtllm.values import parse_json
 
 DOTTED_PREFIX = "--trtllm."
 
@@ -36,7 +36,11 @@ def merge_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str
 
 
 def _merge_into(
-    target: dict[str, Any], source: Mapping[str, Any], origins: dict[str, str], origin: str, path: tuple[str, ...]
+    target: dict[str, Any],
+    source: Mapping[str, Any],
+    origins: dict[str, str],
+    origin: str,
+    path: tuple[str, ...],
 ) -> None:
     for key, value in source.items():
         if not isinstance(key, str):

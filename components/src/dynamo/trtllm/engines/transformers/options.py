@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.utils.kinds import find_wrong, show
+from dynamo.trtllm.utils.engine_args import find_wrong, show
 
 logger = logging.getLogger(__name__)
 
