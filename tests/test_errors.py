@@ -65,8 +65,8 @@ def test_dynamos_own_exceptions_pass_as_they_are() -> None:
 def test_a_prompt_without_room_for_an_answer_is_refused_with_both_counts() -> None:
     with pytest.raises(errors.LimitFault) as bare:
         errors.require_room(8, 8)
-    with pytest.raises(errors.LimitFault) as with_images:
-        errors.require_room(9, 8, with_images=True)
+    with pytest.raises(errors.LimitFault) as with_media:
+        errors.require_room(9, 8, with_media=True)
     assert bare.value.message == "the prompt has 8 tokens; the context length is 8"
-    assert with_images.value.message == "the prompt has 9 tokens with its images; the context length is 8"
+    assert with_media.value.message == "the prompt has 9 tokens with its media; the context length is 8"
     errors.require_room(7, 8)

@@ -131,7 +131,7 @@ async def test_a_prompt_that_is_too_long_already_is_refused_before_the_source_is
     source = Source()
     with pytest.raises(LimitFault) as caught:
         await MultimodalProcessor(info(3), source).prepare(request(1, 2, PLACEHOLDER, urls=["u"]))
-    assert caught.value.message == "the prompt has 3 tokens with its images; the context length is 3"
+    assert caught.value.message == "the prompt has 3 tokens with its media; the context length is 3"
     with pytest.raises(LimitFault) as caught:
         await MultimodalProcessor(info(3), source).prepare(request(1, 2, 3))
     assert caught.value.message == "the prompt has 3 tokens; the context length is 3"
@@ -143,7 +143,7 @@ async def test_a_prompt_that_its_images_make_too_long_is_refused_naming_both_cou
     source = Source(image("a", *range(10, 18)))
     with pytest.raises(LimitFault) as caught:
         await MultimodalProcessor(info(10), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))
-    assert caught.value.message == "the prompt has 10 tokens with its images; the context length is 10"
+    assert caught.value.message == "the prompt has 10 tokens with its media; the context length is 10"
     assert len((await MultimodalProcessor(info(11), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))).token_ids) == 10
 
 
@@ -155,7 +155,8 @@ async def test_an_engine_without_media_refuses_them_before_any_is_fetched(kind: 
     with pytest.raises(PartFault) as caught:
         await MultimodalProcessor(info(placeholder=None), source).prepare(parse_request(raw))
     name = kind.removesuffix("_url")
-    assert caught.value.message == f"{name} 1: the model m takes no {name} on this worker; it takes text only"
+    plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
+    assert caught.value.message == f"{name} 1: the model m takes no {plural} on this worker; it takes text only"
     assert source.asked == []
 
 
@@ -166,7 +167,7 @@ async def test_a_part_of_a_kind_that_the_engine_does_not_take_is_refused_and_nam
     raw = {"model": "m", "token_ids": [1, PLACEHOLDER], "multi_modal_data": data}
     with pytest.raises(PartFault) as caught:
         await MultimodalProcessor(info(), source).prepare(parse_request(raw))
-    assert caught.value.message == "video 1: the model m takes no video on this worker; it takes image only"
+    assert caught.value.message == "video 1: the model m takes no videos on this worker; it takes images only"
     assert source.asked == []
 
 

@@ -136,7 +136,7 @@ async def main(model_path: str, rounds: int) -> None:
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="photographs-")))
         base = stack.enter_context(web_server(folder))
-        media = MediaConfig(allowed_local_path=folder, local_images=True, allow_internal=True)
+        media = MediaConfig(allowed_local_path=folder, local_files=True, allow_internal=True)
         loaders = {}
         for name, config in (("decode", double), ("encode", portable)):
             engine = create_engine(config)

@@ -132,7 +132,7 @@ async def test_positions_travel_as_tensors_and_not_as_handles(release: str, tmp_
 @pytest.mark.asyncio
 async def test_a_prompt_that_its_pictures_make_too_long_is_refused_with_both_counts(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAVA, max_seq_len=32)) as (engine, _):
-        with pytest.raises(LimitFault, match=r"has 42 tokens with its images; the context length is 32"):
+        with pytest.raises(LimitFault, match=r"has 42 tokens with its media; the context length is 32"):
             await generate(engine, question(LLAVA, [picture(168, 168)]))
         assert instances()[-1].active == set()
 

@@ -99,7 +99,7 @@ def test_the_encoders_words_reach_the_client(cluster: Cluster, server: PictureSe
     content = [*picture(server, 1), {"type": "image_url", "image_url": {"url": server.url + "/missing.png"}}]
     for stream in (False, True):
         answer = cluster.chat(content, max_tokens=4, stream=stream)
-        assert (answer.status, answer.message) == (400, "image 2: the image host answered 404")
+        assert (answer.status, answer.message) == (400, "image 2: the media host answered 404")
 
 
 def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, server: PictureServer) -> None:
@@ -130,7 +130,7 @@ def test_waiting_for_a_busy_host_ends_in_one_504(cluster: Cluster, server: Pictu
     assert statuses.count(504) >= 3
     busy = workers[0].text().count("failed: this worker is busy with other downloads from the same host")
     assert busy == statuses.count(504)
-    assert all("the image host" in answer.message for answer in answers if answer.status == 400)
+    assert all("the media host" in answer.message for answer in answers if answer.status == 400)
     assert cluster.chat(picture(server, 1), max_tokens=4).status == 200
 
 

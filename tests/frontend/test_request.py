@@ -15,6 +15,9 @@ from dynamo.trtllm.multimodal.parts import MediaPart
 IDS = "must hold token ids: whole numbers that are not negative and fit 32 bits"
 
 
+PARTS = "a content part is text, image_url, video_url, audio_url or input_audio"
+
+
 def messages(kind: object, role: str = "user", before: int = 0) -> dict[str, Any]:
     """A request's messages with a part of `kind` beside a picture, as the frontend sends them along."""
     picture = {"type": "image_url", "image_url": {"url": ""}}
@@ -205,22 +208,22 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
             {"multi_modal_data": {"image_url": [{"Url": "a"}, {"Decoded": {}}]}},
             "image 2: media decoded by the frontend is not supported; send its URL",
         ),
-        (messages("input_audio"), "message 1, part 3: input_audio is not supported; this worker takes text and image_url"),
-        (messages("file", role="tool"), "message 1, part 3: file is not supported; this worker takes text and image_url"),
-        (messages("hologram", before=2), "message 3, part 3: hologram is not supported; this worker takes text and image_url"),
-        (messages(["text"]), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
-        (messages({}), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
-        (messages(None), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
-        (messages("<b>\n"), "message 1, part 3: a part of this type is not supported; this worker takes text and image_url"),
+        (messages("input_audio"), "audio 1: its input_audio needs data: the sound's bytes in base64"),
+        (messages("file", role="tool"), f"message 1, part 3: file is not supported; {PARTS}"),
+        (messages("hologram", before=2), f"message 3, part 3: hologram is not supported; {PARTS}"),
+        (messages(["text"]), f"message 1, part 3: a part of this type is not supported; {PARTS}"),
+        (messages({}), f"message 1, part 3: a part of this type is not supported; {PARTS}"),
+        (messages(None), f"message 1, part 3: a part of this type is not supported; {PARTS}"),
+        (messages("<b>\n"), f"message 1, part 3: a part of this type is not supported; {PARTS}"),
         (
             {"extra_args": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "audio": {"id": "a"}}]}},
-            "message 2: audio is not supported; this worker takes text and image_url",
+            f"message 2: an answer's audio is not supported; {PARTS}",
         ),
         ({"extra_args": {"messages": {"role": "user"}}}, "messages must be a list"),
         ({"extra_args": {"messages": ["hi"]}}, "message 1: it must be an object"),
         (
             {"multi_modal_data": {"text_file": [], "image_embeds": []}},
-            "content parts of type image_embeds, text_file are not supported; this worker takes text and image_url",
+            f"content parts of type image_embeds, text_file are not supported; {PARTS}",
         ),
     ],
 )
@@ -247,6 +250,24 @@ def test_media_parts_keep_their_order_and_each_kind_counts_from_one() -> None:
         MediaPart(1, "image", "a"),
         MediaPart(2, "image", "b"),
         MediaPart(1, "audio", "c"),
+    )
+
+
+def test_a_sound_that_is_in_the_messages_alone_stands_between_those_that_the_frontend_extracted() -> None:
+    def sound(kind: str, **field: str) -> dict[str, Any]:
+        return {"type": kind, kind: field}
+
+    content = [sound("audio_url", url=""), sound("input_audio", data="AAAA", format="wav"), sound("audio_url", url="")]
+    later = [sound("input_audio", data="BBBB", format="mp3"), sound("image_url", url="")]
+    asked = [{"role": "user", "content": content}, {"role": "user", "content": later}]
+    media = {"audio_url": [{"Url": "a"}, {"Url": "c"}], "image_url": [{"Url": "p"}]}
+    parsed = parse_request({"token_ids": [1], "multi_modal_data": media, "extra_args": {"messages": asked}})
+    assert parsed.media == (
+        MediaPart(1, "image", "p"),
+        MediaPart(1, "audio", "a"),
+        MediaPart(2, "audio", "data:audio;base64,AAAA"),
+        MediaPart(3, "audio", "c"),
+        MediaPart(4, "audio", "data:audio;base64,BBBB"),
     )
 
 

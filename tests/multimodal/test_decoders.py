@@ -20,15 +20,20 @@ from PIL import Image, ImageChops
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedImage
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
-from dynamo.trtllm.multimodal.decode import BROKEN, ImageHeader, check_header, decode
+from dynamo.trtllm.multimodal.decode import BROKEN, check_header, decode
 from dynamo.trtllm.multimodal.decoders import SMALL_PIXELS, decode_apart
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 from media_parts import ROOMY, GatedEngine, loader_over, parts, png_url
 
 CONFIG = MediaConfig()
-SMALL = ImageHeader("PNG", 1, 1)
+SMALL = 1
 PASSES = 150
+
+
+def pixels_of(data: bytes) -> int:
+    header = check_header(data, CONFIG)
+    return header.width * header.height
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -99,7 +104,7 @@ async def test_pictures_come_back_pixel_by_pixel_as_they_are_decoded_here(
 ) -> None:
     data = encoded(image, kind, **options)
     for _ in range(2):
-        apart = await decode_apart(data, check_header(data, CONFIG), CONFIG)
+        apart = await decode_apart(data, pixels_of(data), CONFIG)
         here = decode(data, CONFIG)
         assert (apart.mode, apart.size) == ("RGB", image.size)
         assert ImageChops.difference(apart, here).getbbox() is None
@@ -146,9 +151,9 @@ async def test_refusals_come_back_in_the_same_words(data: bytes, words: str, fau
 async def test_what_takes_longer_than_the_limit_is_refused_and_the_next_picture_decoded(data: bytes) -> None:
     header = check_header(data, CONFIG)
     with pytest.raises(LimitFault) as caught:
-        await decode_apart(data, header, replace(CONFIG, decode_timeout_s=0.01))
+        await decode_apart(data, header.width * header.height, replace(CONFIG, decode_timeout_s=0.01))
     assert caught.value.message == "decoding the image takes longer than this worker's limit of 0.01 s"
-    assert (await decode_apart(data, header, CONFIG)).size == (header.width, header.height)
+    assert (await decode_apart(data, header.width * header.height, CONFIG)).size == (header.width, header.height)
 
 
 def load(loader: MediaLoader, directory: Path, shade: int) -> asyncio.Task[Any]:
@@ -160,7 +165,7 @@ def load(loader: MediaLoader, directory: Path, shade: int) -> asyncio.Task[Any]:
 async def slow_loader(directory: Path) -> MediaLoader:
     engine = GatedEngine()
     info = replace(await engine.start(), encodes_apart=False)
-    return await loader_over(engine, info=info, allowed_local_path=directory, local_images=True)
+    return await loader_over(engine, info=info, allowed_local_path=directory, local_files=True)
 
 
 @pytest.mark.asyncio
@@ -200,7 +205,7 @@ async def test_a_client_that_leaves_ends_the_decoding_of_its_picture(tmp_path: P
 @pytest.mark.asyncio
 async def test_too_long_a_picture_is_named_by_its_part(tmp_path: Path) -> None:
     engine = GatedEngine()
-    loader = await loader_over(engine, allowed_local_path=tmp_path, local_images=True, decode_timeout_s=0.01)
+    loader = await loader_over(engine, allowed_local_path=tmp_path, local_files=True, decode_timeout_s=0.01)
     path = tmp_path / "slow.jpg"
     path.write_bytes(slow_jpeg(90))
     with pytest.raises(PartFault, match="image 2: decoding the image takes longer than this worker's limit"):
@@ -230,7 +235,9 @@ from dynamo.trtllm.multimodal.decode import check_header
 from dynamo.trtllm.multimodal.decoders import decode_apart
 data = open({str(picture)!r}, "rb").read()
 async def main():
-    job = asyncio.create_task(decode_apart(data, check_header(data, MediaConfig()), MediaConfig(decode_timeout_s=1.0)))
+    header = check_header(data, MediaConfig())
+    pixels = header.width * header.height
+    job = asyncio.create_task(decode_apart(data, pixels, MediaConfig(decode_timeout_s=1.0)))
     if not {busy}:
         await job
     while not (found := children()):

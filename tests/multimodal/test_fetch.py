@@ -23,7 +23,7 @@ from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault, Overloaded, PartFault, WorkerError
 from dynamo.trtllm.multimodal import http_client
 from dynamo.trtllm.multimodal.fetch import Fetcher
-from dynamo.trtllm.multimodal.parts import DataSource, HttpSource, ImageFile, MediaPart, Source
+from dynamo.trtllm.multimodal.parts import DataSource, HttpSource, MediaFile, MediaPart, Source
 
 CONFIG = MediaConfig(allow_internal=True, max_file_bytes=200_000, fetch_timeout_s=20.0)
 BODY = b"image bytes"
@@ -152,7 +152,7 @@ async def test_an_error_of_the_host_is_named_by_its_status(status: int) -> None:
         return web.Response(status=status, text="secret text of the host")
 
     async with serving(answer) as url:
-        assert await fault_of(f"{url}/a.png") == f"the image host answered {status}"
+        assert await fault_of(f"{url}/a.png") == f"the media host answered {status}"
 
 
 @pytest.mark.asyncio
@@ -171,7 +171,7 @@ async def test_a_host_that_hangs_or_drips_ends_at_the_deadline(drip: bool) -> No
     async with serving(answer) as url:
         message = await fault_of(url, replace(CONFIG, fetch_timeout_s=0.2))
         release.set()
-    assert message == "the image host did not deliver the image in time"
+    assert message == "the media host did not deliver in time"
 
 
 @pytest.mark.asyncio
@@ -254,12 +254,12 @@ async def test_members_of_a_gzip_file_are_joined_and_what_follows_is_ignored() -
 @pytest.mark.parametrize(
     ("encoding", "body", "words"),
     [
-        ("compress", BODY, "the image host sends it in the content encoding 'compress', which is not accepted"),
-        ("<b>", BODY, "the image host sends it in the content encoding of an unknown name, which is not accepted"),
-        ("gzip", BODY, "the image host sends it in a damaged content encoding 'gzip'"),
-        ("gzip", gzip.compress(BODY, mtime=0)[:-9], "the image host sends it in a damaged content encoding 'gzip'"),
-        ("deflate", b"\xff" * 9, "the image host sends it in a damaged content encoding 'deflate'"),
-        (", ".join(["gzip"] * 5), BODY, "the image host compresses the image too many times over"),
+        ("compress", BODY, "the media host sends it in the content encoding 'compress', which is not accepted"),
+        ("<b>", BODY, "the media host sends it in the content encoding of an unknown name, which is not accepted"),
+        ("gzip", BODY, "the media host sends it in a damaged content encoding 'gzip'"),
+        ("gzip", gzip.compress(BODY, mtime=0)[:-9], "the media host sends it in a damaged content encoding 'gzip'"),
+        ("deflate", b"\xff" * 9, "the media host sends it in a damaged content encoding 'deflate'"),
+        (", ".join(["gzip"] * 5), BODY, "the media host compresses it too many times over"),
     ],
 )
 async def test_an_unknown_or_damaged_content_encoding_is_named(encoding: str, body: bytes, words: str) -> None:
@@ -274,11 +274,11 @@ async def test_an_unknown_or_damaged_content_encoding_is_named(encoding: str, bo
 @pytest.mark.parametrize(
     ("answer", "words", "tries"),
     [
-        (b"", "the image host closed the connection without an answer", 2),
-        (b"garbage\r\n\r\n", "the image host did not answer in valid HTTP", 1),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "the image host ended the download before it was complete", 1),
+        (b"", "the media host closed the connection without an answer", 2),
+        (b"garbage\r\n\r\n", "the media host did not answer in valid HTTP", 1),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "the media host ended the download before it was complete", 1),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 200001\r\n\r\nabc", "larger than this worker's limit of 0.190735 MiB", 1),
-        (b"HTTP/1.1 302 Found\r\nLocation: http://[bad\r\n\r\n", "the image host redirects to an invalid URL", 1),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[bad\r\n\r\n", "the media host redirects to an invalid URL", 1),
     ],
 )
 async def test_a_broken_answer_is_named_and_only_a_lost_connection_is_tried_again(
@@ -303,7 +303,7 @@ async def test_a_content_encoding_that_encodes_nothing_is_passed_over(encoding: 
 @pytest.mark.parametrize("host", [f"{'a' * 80}.invalid", f"{'a' * 300}.invalid", "a..invalid"])
 async def test_a_host_that_cannot_be_a_name_is_the_clients_fault(host: str) -> None:
     assert await fault_of(f"http://{host}/x.png") in (
-        "the name of the image host cannot be resolved",
+        "the name of the media host cannot be resolved",
         "its url is not a valid URL",
     )
 
@@ -317,10 +317,10 @@ async def test_a_connection_lost_before_the_answer_is_made_up_for_by_one_retry()
 
 @pytest.mark.asyncio
 async def test_a_refused_connection_a_missing_name_and_a_failed_handshake_are_told_apart() -> None:
-    assert await fault_of(f"http://127.0.0.1:{unused_port()}/") == "the image host refused the connection"
-    assert await fault_of("http://no-such-host.invalid/") == "the name of the image host cannot be resolved"
+    assert await fault_of(f"http://127.0.0.1:{unused_port()}/") == "the media host refused the connection"
+    assert await fault_of("http://no-such-host.invalid/") == "the name of the media host cannot be resolved"
     async with raw_server(b"not TLS") as (url, _):
-        assert await fault_of(url.replace("http:", "https:")) == "no TLS connection to the image host could be made"
+        assert await fault_of(url.replace("http:", "https:")) == "no TLS connection to the media host could be made"
 
 
 @pytest.mark.asyncio
@@ -332,7 +332,7 @@ async def test_relative_redirects_are_followed_and_their_number_is_limited() -> 
     async with serving(answer) as url:
         async with fetching() as fetcher:
             assert await fetcher.fetch(HttpSource(f"{url}/3")) == BODY
-        assert await fault_of(f"{url}/4") == "the image host redirects more than 3 times"
+        assert await fault_of(f"{url}/4") == "the media host redirects more than 3 times"
 
 
 @pytest.mark.asyncio
@@ -342,7 +342,7 @@ async def test_a_redirect_to_another_scheme_is_refused(target: str) -> None:
         return web.Response(status=302, headers={"Location": target})
 
     async with serving(answer) as url:
-        assert await fault_of(url) == "the image host redirects to something other than http or https"
+        assert await fault_of(url) == "the media host redirects to something other than http or https"
 
 
 @pytest.mark.asyncio
@@ -374,10 +374,10 @@ async def test_one_request_gets_its_bytes_in_order_and_each_url_once_but_the_nex
         return web.Response(body=request.path.encode())
 
     (tmp_path / "a.png").write_bytes(b"file")
-    config = replace(CONFIG, allowed_local_path=tmp_path, local_images=True)
+    config = replace(CONFIG, allowed_local_path=tmp_path, local_files=True)
     async with serving(answer) as url, fetching(config) as fetcher:
         a, b = HttpSource(f"{url}/a"), HttpSource(f"{url}/b")
-        sources = parts_of(a, b, DataSource("", "data", False), a, ImageFile(f"{tmp_path}/a.png"), a)
+        sources = parts_of(a, b, DataSource("", "data", False), a, MediaFile(f"{tmp_path}/a.png"), a)
         for round_ in (1, 2):
             assert await fetcher.fetch_all(sources) == [b"/a", b"/b", b"data", b"/a", b"file", b"/a"]
             assert sorted(hits) == sorted(["/a", "/b"] * round_)
@@ -404,7 +404,7 @@ async def test_the_first_failure_names_its_part_and_ends_the_other_downloads() -
         sources = parts_of(HttpSource(f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}/"), HttpSource(url))
         with pytest.raises(PartFault) as caught:
             await fetcher.fetch_all(sources)
-        assert caught.value.message == "image 2: the image host answered 404"
+        assert caught.value.message == "image 2: the media host answered 404"
         await asyncio.wait_for(ended.wait(), 10)
         assert fetcher._hosts == {}
 
@@ -496,10 +496,10 @@ async def test_no_log_line_holds_a_query_or_credentials(caplog: pytest.LogCaptur
     with caplog.at_level(logging.DEBUG):
         async with raw_server(b"") as (url, _):
             message = await fault_of(url.replace("://", "://user:secret@") + "?token=secret")
-    assert message == "the image host closed the connection without an answer"
+    assert message == "the media host closed the connection without an answer"
     assert "secret" not in caplog.text + message
 
 
 def test_a_certificate_that_does_not_match_is_named() -> None:
     error = aiohttp.ClientConnectorCertificateError(None, Exception("text of the library"))  # type: ignore[arg-type]
-    assert http_client._connection_fault(error).message == "the TLS certificate of the image host is not valid"
+    assert http_client._connection_fault(error).message == "the TLS certificate of the media host is not valid"

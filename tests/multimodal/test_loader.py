@@ -95,7 +95,7 @@ async def test_a_part_that_its_text_condemns_is_refused_before_any_is_fetched() 
     fetches = Fetches(loader)
     with pytest.raises(PartFault, match="image 2: url scheme 'ftp' is not supported"):
         await loader.load(parts(png_url(1), "ftp://x/y"), ROOMY)
-    with pytest.raises(PartFault, match="audio 1: this worker takes images only, not audio"):
+    with pytest.raises(PartFault, match="audio 1: this worker's model takes no audio"):
         await loader.load([MediaPart(1, "audio", "https://x/y")], ROOMY)
     assert fetches.count == 0
 
@@ -103,7 +103,7 @@ async def test_a_part_that_its_text_condemns_is_refused_before_any_is_fetched() 
 @pytest.mark.asyncio
 async def test_a_text_worker_takes_no_images() -> None:
     loader = await loader_over(GatedEngine(), Modality.TEXT)
-    with pytest.raises(PartFault, match="image 1: this worker serves a text model and takes no images"):
+    with pytest.raises(PartFault, match="image 1: this worker takes no images; it serves text alone"):
         await loader.load(parts(png_url(1)), ROOMY)
 
 
@@ -114,7 +114,7 @@ async def test_a_prompt_too_long_with_its_images_is_refused_naming_both_counts_b
     both = parts(png_url(1), png_url(2))
     with pytest.raises(LimitFault) as caught:
         await loader.load(both, TokenBudget(7, 15))
-    assert caught.value.message == "the prompt has 15 tokens with its images; the context length is 15"
+    assert caught.value.message == "the prompt has 15 tokens with its media; the context length is 15"
     assert engine.encoded == []
     assert len(await loader.load(both, TokenBudget(7, 16))) == 2
 

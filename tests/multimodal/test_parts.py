@@ -12,7 +12,7 @@ from dynamo.trtllm.multimodal.parts import (
     DataSource,
     EmbeddingFile,
     HttpSource,
-    ImageFile,
+    MediaFile,
     MediaPart,
     Source,
     classify,
@@ -20,7 +20,7 @@ from dynamo.trtllm.multimodal.parts import (
     reference_of,
 )
 
-CONFIG = MediaConfig(allowed_local_path=Path("/tmp"), local_images=True, max_file_bytes=1 << 20)
+CONFIG = MediaConfig(allowed_local_path=Path("/tmp"), local_files=True, max_file_bytes=1 << 20)
 
 
 def image(url: object) -> MediaPart:
@@ -47,7 +47,7 @@ def image(url: object) -> MediaPart:
         ("/tmp/x.bin", EmbeddingFile("/tmp/x.bin", ".bin")),
         ("/tmp/image.png.pt", EmbeddingFile("/tmp/image.png.pt", ".pt")),
         ("relative/x.pt", EmbeddingFile("relative/x.pt", ".pt")),
-        ("file:///tmp/a.pt.png", ImageFile("/tmp/a.pt.png")),
+        ("file:///tmp/a.pt.png", MediaFile("/tmp/a.pt.png")),
     ],
 )
 def test_a_url_is_understood_by_its_scheme_and_the_suffix_of_its_path(url: str, source: Source) -> None:
@@ -93,15 +93,40 @@ def test_image_files_need_a_directory_that_was_allowed_explicitly() -> None:
     assert classify(image("file:///tmp/a.pt"), MediaConfig()) == EmbeddingFile("/tmp/a.pt", ".pt")
 
 
-def test_video_and_audio_are_refused_by_name() -> None:
+@pytest.mark.parametrize("kind", ["video", "audio"])
+def test_every_kind_comes_from_the_web_from_a_data_url_and_from_an_allowed_file(kind: str) -> None:
+    def source(url: str) -> Source:
+        return classify(MediaPart(1, kind, url), CONFIG)
+
+    found = source("https://host/a.pt?b#c")
+    assert found == HttpSource("https://host/a.pt?b")
+    assert isinstance(found, HttpSource)
+    assert found.accept.startswith(f"{kind}/*,")
+    assert source(f"data:{kind}/x;base64,AAAA") == DataSource(f"{kind}/x", "AAAA", True)
+    assert source("file:///tmp/a.x") == MediaFile("/tmp/a.x")
+
+
+@pytest.mark.parametrize(("kind", "plural"), [("video", "videos"), ("audio", "audio")])
+def test_files_of_another_kind_are_refused_in_words_that_name_it(kind: str, plural: str) -> None:
     with pytest.raises(PartFault) as caught:
-        classify(MediaPart(1, "video", "https://host/a.mp4"), CONFIG)
-    assert caught.value.message == "video 1: this worker takes images only, not video"
+        classify(MediaPart(3, kind, "file:///tmp/a.x"), MediaConfig())
+    assert caught.value.message == (
+        f"{kind} 3: {kind} files are served only when the worker's allowed local media path is set explicitly"
+    )
+    with pytest.raises(PartFault) as caught:
+        classify(MediaPart(3, kind, "file:///tmp/a.pt"), CONFIG)
+    assert caught.value.message == f"{kind} 3: embedding files do not stand for {plural}"
+
+
+def test_a_kind_that_nobody_knows_is_refused_by_name() -> None:
+    with pytest.raises(PartFault) as caught:
+        classify(MediaPart(1, "smell", "https://host/a"), CONFIG)
+    assert caught.value.message == "smell 1: this worker takes no smell; it serves images, videos and audio"
     assert caught.value.position == 1
 
 
 def test_a_text_worker_says_that_it_takes_no_images() -> None:
-    with pytest.raises(PartFault, match="image 2: this worker serves a text model and takes no images"):
+    with pytest.raises(PartFault, match="image 2: this worker takes no images; it serves text alone"):
         classify(image("https://host/a.png"), CONFIG, Modality.TEXT)
 
 

@@ -145,7 +145,7 @@ async def test_a_public_host_is_connected_to_by_the_address_that_was_checked_ove
 ) -> None:
     answers(monkeypatch, ["8.8.8.8"])
     for url in ("http://Images.Example./x.png", "https://images.example/x.png", "http://8.8.8.8/", "http://[64:ff9b::808:808]/"):
-        assert await fault_of(url) == "the image host refused the connection"
+        assert await fault_of(url) == "the media host refused the connection"
     assert connections == ["8.8.8.8", "8.8.8.8", "8.8.8.8", "64:ff9b::808:808"]
 
 
@@ -161,7 +161,7 @@ async def test_internal_hosts_are_reached_when_the_operator_allows_it(
     connections: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(monkeypatch, ["10.0.0.1"])
-    assert await fault_of("http://images.internal/x.png", allow_internal=True) == "the image host refused the connection"
+    assert await fault_of("http://images.internal/x.png", allow_internal=True) == "the media host refused the connection"
     assert connections == ["10.0.0.1"]
 
 
@@ -173,7 +173,7 @@ async def test_a_trusted_egress_proxy_may_have_an_internal_address_and_nothing_e
     monkeypatch.setenv("DYN_MM_TRUST_EGRESS_PROXY", "1")
     monkeypatch.setenv("no_proxy", "direct.example")
     answers(monkeypatch, ["10.0.0.1"])
-    assert await fault_of("http://8.8.8.8/x.png") == "the image host refused the connection"
+    assert await fault_of("http://8.8.8.8/x.png") == "the media host refused the connection"
     assert await fault_of("http://direct.example/x.png") == BLOCKED
     assert connections == ["10.0.0.1"]
 
@@ -223,7 +223,7 @@ async def test_names_that_nobody_resolves_hold_up_neither_other_names_nor_the_de
     try:
         await asyncio.wait_for(silent_names.until_asked(40), 20)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "transferred"), 20) == "transferred"
-        assert await asyncio.wait_for(fault_of("http://images.example/x.png"), 20) == "the image host refused the connection"
+        assert await asyncio.wait_for(fault_of("http://images.example/x.png"), 20) == "the media host refused the connection"
         assert connections == ["8.8.8.8"]
         assert not any(task.done() for task in silent)
     finally:

@@ -99,7 +99,7 @@ async def test_embeddings_arrive_as_the_encode_worker_made_them_and_nothing_stay
 
 @pytest.mark.asyncio
 async def test_what_a_request_holds_twice_is_asked_for_once(cluster: Cluster, tmp_path: Path) -> None:
-    await cluster.add(1, allowed_local_path=tmp_path, local_images=True)
+    await cluster.add(1, allowed_local_path=tmp_path, local_files=True)
     encoder = await cluster.encoder()
     embeddings = write_embeddings(tmp_path, "e.pt", 3, value=2.5)
     picture = tmp_path / "p.png"
@@ -231,8 +231,8 @@ async def test_what_no_encode_worker_takes_is_refused_before_any_is_asked() -> N
     encoder = encoder_over(client, max_images=2)
     with pytest.raises(LimitFault, match="the request holds 3 images; this worker takes at most 2"):
         await encoder.load(parts("a", "b", "c"), ROOMY)
-    with pytest.raises(PartFault, match="video 1: this worker takes images only, not video"):
-        await encoder.load([MediaPart(1, "video", "https://x")], ROOMY)
+    with pytest.raises(LimitFault, match="the request holds 2 videos; this worker takes at most 1"):
+        await encoder.load([MediaPart(1, "video", "https://x"), MediaPart(2, "video", "https://y")], ROOMY)
     with pytest.raises(PartFault, match="image 1: its url is missing or not a string"):
         await encoder.load(parts(5), ROOMY)
     assert client.calls == []
@@ -242,7 +242,7 @@ async def test_what_no_encode_worker_takes_is_refused_before_any_is_asked() -> N
 async def test_an_image_too_long_for_the_context_is_refused_by_the_encode_worker_before_encoding(cluster: Cluster) -> None:
     await cluster.add(1)
     encoder = await cluster.encoder()
-    with pytest.raises(ClientFault, match="the prompt has 12 tokens with its images; the context length is 12"):
+    with pytest.raises(ClientFault, match="the prompt has 12 tokens with its media; the context length is 12"):
         await encoder.load(parts(png_url(1)), TokenBudget(8, 12), FakeContext())
     assert cluster.encoded() == {1: 0}
 
@@ -338,7 +338,7 @@ async def test_leaving_stops_the_encode_worker_and_leaves_nothing_held(cluster: 
 @pytest.mark.asyncio
 async def test_a_reply_for_another_number_of_images_is_a_peers_fault() -> None:
     client = FakeClient({1: replies({"schema_version": 1, "items": []})})
-    with pytest.raises(PeerFault, match="the encode worker answered for another number of images"):
+    with pytest.raises(PeerFault, match="the encode worker answered for another number of items"):
         await encoder_over(client).load(parts(png_url(1)), ROOMY, FakeContext())
 
 

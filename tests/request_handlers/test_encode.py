@@ -75,7 +75,7 @@ async def test_a_fault_names_the_part_by_the_position_in_the_callers_request(sta
 @pytest.mark.asyncio
 async def test_what_would_not_fit_the_context_is_refused_before_encoding(stack: AsyncExitStack) -> None:
     worker = await start(stack)
-    with pytest.raises(LimitFault, match="the prompt has 12 tokens with its images; the context length is 12"):
+    with pytest.raises(LimitFault, match="the prompt has 12 tokens with its media; the context length is 12"):
         await worker.reply(asking(png_url(1), text_tokens=8, context_length=12))
     assert worker.engine.encoded == []
 

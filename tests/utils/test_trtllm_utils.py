@@ -37,7 +37,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     assert config.engine.kind is EngineKind.TENSORRT_LLM
     assert config.media.max_file_bytes == 50 * MIB
     assert config.media.allowed_local_path == Path("/tmp")
-    assert not config.media.local_images
+    assert not config.media.local_files
     assert config.engine.args == {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -85,7 +85,7 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--publish-events-and-metrics"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (True, True)),
     (["--publish-metrics"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (False, True)),
     (["--publish-kv-events"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (True, False)),
-    (["--allowed-local-media-path", "/"], lambda c: (c.media.allowed_local_path, c.media.local_images), (Path("/"), True)),
+    (["--allowed-local-media-path", "/"], lambda c: (c.media.allowed_local_path, c.media.local_files), (Path("/"), True)),
     (["--max-file-size-mb", "2"], lambda c: c.media.max_file_bytes, 2 * MIB),
     (["--max-file-size-mb", "500"], lambda c: c.media.max_request_bytes, 500 * MIB),
     (["--max-images", "3"], lambda c: c.media.max_images, 3),
@@ -210,7 +210,7 @@ def test_a_file_is_found_from_the_current_directory(tmp_path: Path, monkeypatch:
         ("MODEL_PATH", "m", lambda c: c.model.path, "m"),
         ("SERVED_MODEL_NAME", "n", lambda c: c.model.name, "n"),
         ("MODALITY", "multimodal", lambda c: c.model.modality, Modality.MULTIMODAL),
-        ("ALLOWED_LOCAL_MEDIA_PATH", "/", lambda c: (c.media.allowed_local_path, c.media.local_images), (Path("/"), True)),
+        ("ALLOWED_LOCAL_MEDIA_PATH", "/", lambda c: (c.media.allowed_local_path, c.media.local_files), (Path("/"), True)),
         ("MAX_FILE_SIZE_MB", "7", lambda c: c.media.max_file_bytes, 7 * MIB),
     ],
 )

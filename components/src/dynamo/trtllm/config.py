@@ -120,8 +120,8 @@ class MediaConfig:
         shared="ALLOWED_LOCAL_MEDIA_PATH",
         roles=_WITH_MEDIA,
     )
-    local_images: bool = False
-    """True when `allowed_local_path` was set explicitly: only then are image files served by `file://`."""
+    local_files: bool = False
+    """True when `allowed_local_path` was set explicitly: only then are media files served by `file://`."""
     allow_internal: bool = False
     """`DYN_MM_ALLOW_INTERNAL=1`: private and loopback addresses may be fetched."""
     max_file_bytes: int = flag(
@@ -132,6 +132,8 @@ class MediaConfig:
         shared="MAX_FILE_SIZE_MB",
         roles=_WITH_MEDIA,
     )
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Most items of other kinds than images in one request, by kind; one where nothing is said."""
     max_images: int = flag("--max-images", COUNT, 16, "Most media parts of one request.", roles=_WITH_MEDIA)
     max_image_pixels: int = flag(
         "--max-image-pixels",
@@ -176,6 +178,10 @@ class MediaConfig:
         "Cache of encoded or decoded media, by content; 0 turns it off.",
         roles=_WITH_MEDIA,
     )
+
+    def limit_of(self, kind: str) -> int:
+        """Most items of `kind` in one request."""
+        return self.max_images if kind == "image" else self.limits.get(kind, 1)
 
     @property
     def fetches_per_host(self) -> int:

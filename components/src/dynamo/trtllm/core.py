@@ -48,8 +48,10 @@ class DecodedMedia(ABC):
     """One item of media as the model should take it. `digest` names its content, and what was chosen of it."""
 
     kind: ClassVar[str]
-    """`image`, `video`, `audio`: a name in the registry `multimodal.kinds`."""
+    """`image`, `video`, `audio`: a name in `multimodal.kinds.registry`."""
     digest: str
+    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    """What the request says of how the model's processor prepares it (`mm_processor_kwargs`), as far as it is for this kind."""
 
     @property
     @abstractmethod

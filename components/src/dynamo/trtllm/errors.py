@@ -35,11 +35,11 @@ class LimitFault(ClientFault):
     """A documented limit is exceeded: number of parts, bytes, pixels or context length."""
 
 
-def require_room(tokens: int, context_length: int, *, with_images: bool = False) -> None:
+def require_room(tokens: int, context_length: int, *, with_media: bool = False) -> None:
     """Raise `LimitFault`, naming both counts, for a prompt of `tokens` that leaves no room for a single output token."""
     if tokens >= context_length:
-        images = " with its images" if with_images else ""
-        raise LimitFault(f"the prompt has {tokens} tokens{images}; the context length is {context_length}")
+        media = " with its media" if with_media else ""
+        raise LimitFault(f"the prompt has {tokens} tokens{media}; the context length is {context_length}")
 
 
 class PeerFault(WorkerError):

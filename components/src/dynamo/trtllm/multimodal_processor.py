@@ -14,6 +14,7 @@ from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, PlacedMedia, Pr
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.frontend.request import Request
+from dynamo.trtllm.multimodal.kinds.registry import in_words, plural_of
 from dynamo.trtllm.multimodal.parts import MediaPart
 
 
@@ -58,13 +59,13 @@ class MultimodalProcessor:
         for part in request.media:
             if part.kind in self._placeholders:
                 continue
-            taken = " and ".join(sorted(self._placeholders)) or "text"
-            message = f"the model {request.model} takes no {part.kind} on this worker; it takes {taken} only"
+            taken = in_words(plural_of(kind) for kind in self._placeholders) or "text"
+            message = f"the model {request.model} takes no {plural_of(part.kind)} on this worker; it takes {taken} only"
             raise PartFault(part.position, message, kind=part.kind)
 
     @staticmethod
     def _require_room(budget: TokenBudget, media_tokens: int) -> None:
-        require_room(budget.total(media_tokens), budget.context_length, with_images=media_tokens > 0)
+        require_room(budget.total(media_tokens), budget.context_length, with_media=media_tokens > 0)
 
     def stats(self) -> Mapping[str, float]:
         return self._media.stats()

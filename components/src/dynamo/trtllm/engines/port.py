@@ -35,6 +35,9 @@ class MediaInput:
 
     placeholder_id: int
     """The id that the chat template writes once for each item of the kind; no two kinds share one."""
+    rule: Any = None
+    """What of an item the model wants read, in the form that the kind's file names (`multimodal.kinds`): for a video
+    which frames, for audio at which rate. None where everything is."""
 
 
 @dataclass(frozen=True, kw_only=True)

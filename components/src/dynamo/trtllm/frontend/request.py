@@ -6,6 +6,7 @@ here: this module fetches nothing and knows no engine.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from array import array
@@ -17,13 +18,10 @@ from typing import Any, TypeVar
 
 from dynamo.trtllm.core import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
-from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, require_known_content
+from dynamo.trtllm.multimodal.kinds.kind import MediaKind
+from dynamo.trtllm.multimodal.kinds.registry import KINDS
+from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, at_part, require_known_content
 
-_PART_KINDS = (
-    ("image_url", "image"),
-    ("video_url", "video"),
-    ("audio_url", "audio"),
-)
 _MAX_LOGPROBS = 100
 _INT32 = (1 << 31) - 1
 _MOST = 1e6
@@ -36,7 +34,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation request as the frontend sent it. `token_ids` hold one placeholder for each image."""
+    """One generation request as the frontend sent it. `token_ids` hold one placeholder for each item of media."""
 
     model: str
     token_ids: tuple[int, ...]
@@ -67,14 +65,15 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
         raise ClientFault("a content part's uuid is not supported; leave it out")
     if _mapping(raw, "mm_processor_kwargs"):
         raise ClientFault("mm_processor_kwargs is not supported; leave it out")
-    if extra.get("messages") is not None:  # present beside media only
-        require_known_content(extra["messages"])
+    messages = extra.get("messages")  # present beside media only
+    if messages is not None:
+        require_known_content(messages)
     media = _mapping(raw, "multi_modal_data")
     return Request(
         model=str(raw.get("model", "")),
         token_ids=prompt_ids(raw.get("token_ids")),
         sampling=_sampling(raw),
-        media=_media(media) if media else (),
+        media=_media(media, messages) if media or messages else (),
         text=_optional(_string, extra, "formatted_prompt"),
         handoff=_optional(_object, _mapping(raw, "prefill_result"), "disaggregated_params"),
         priority=_optional(_number, routing, "priority"),
@@ -138,18 +137,43 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
     return GuidedDecoding(**known) if known else None
 
 
-def _media(raw: Mapping[str, Any]) -> tuple[MediaPart, ...]:
-    parts: list[MediaPart] = []
-    for key, kind in _PART_KINDS:
-        for position, item in enumerate(_optional(_list, raw, key) or (), 1):
-            url: Any = item.get("Url") if isinstance(item, Mapping) else item
-            if url is None and isinstance(item, Mapping) and "Decoded" in item:
-                raise ClientFault(f"{kind} {position}: media decoded by the frontend is not supported; send its URL")
-            parts.append(MediaPart(position=position, kind=kind, url=url))
-    unknown = sorted({str(key)[:40] for key in raw} - {key for key, _ in _PART_KINDS})
+def _media(raw: Mapping[str, Any], messages: Any) -> tuple[MediaPart, ...]:
+    """The media parts, kind by kind: the frontend's dict keeps the order within a kind, the prompt's placeholders that between.
+
+    Parts that the frontend leaves among the `messages` (`MediaKind.message_parts`) stand between those of its dict.
+    """
+    unknown = sorted({str(key)[:40] for key in raw} - {kind.part_type for kind in KINDS.values()})
     if unknown:
         raise ClientFault(f"content parts of type {', '.join(unknown)} are not supported; {TAKEN}")
+    parts: list[MediaPart] = []
+    for kind in KINDS.values():
+        given = [_url(kind, at, item) for at, item in enumerate(_optional(_list, raw, kind.part_type) or (), 1)]
+        urls = _with_message_parts(kind, given, messages) if kind.message_parts else given
+        parts += [MediaPart(position=at, kind=kind.name, url=url) for at, url in enumerate(urls, 1)]
     return tuple(parts)
+
+
+def _url(kind: MediaKind, position: int, item: Any) -> Any:
+    url = item.get("Url") if isinstance(item, Mapping) else item
+    if url is None and isinstance(item, Mapping) and "Decoded" in item:
+        raise ClientFault(f"{kind.name} {position}: media decoded by the frontend is not supported; send its URL")
+    return url
+
+
+def _with_message_parts(kind: MediaKind, given: Sequence[Any], messages: Any) -> list[Any]:
+    """`given`, and the parts of `kind` that are in the messages alone, in the order of the messages."""
+    urls: list[Any] = []
+    waiting = iter(given)
+    for message in messages or ():
+        content = message.get("content")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            name = str(part.get("type")) if isinstance(part, Mapping) else ""
+            if name in kind.message_parts:
+                with at_part(MediaPart(len(urls) + 1, kind.name, "")):
+                    urls.append(kind.message_parts[name](part))
+            elif name == kind.part_type:
+                urls += itertools.islice(waiting, 1)
+    return [*urls, *waiting]
 
 
 def prompt_ids(raw: Any) -> tuple[int, ...]:

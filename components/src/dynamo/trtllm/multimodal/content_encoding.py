@@ -50,11 +50,11 @@ async def inflate(body: Body, max_bytes: int) -> bytes:
     if not steps:
         return body.data
     if len(steps) > MAX_ENCODINGS:
-        raise FetchError("the image host compresses the image too many times over")
+        raise FetchError("the media host compresses it too many times over")
     unknown = next((name for name in steps if name not in _INFLATERS), None)
     if unknown is not None:
         raise FetchError(
-            f"the image host sends it in the content encoding {_shown(unknown)}, which is not accepted"
+            f"the media host sends it in the content encoding {_shown(unknown)}, which is not accepted"
         )
     return await run_blocking(_inflate_all, body.data, steps, max_bytes)
 
@@ -71,7 +71,7 @@ def _inflate_all(data: bytes, steps: Sequence[str], max_bytes: int) -> bytes:
         except FetchError:
             raise
         except Exception as error:
-            raise FetchError(f"the image host sends it in a damaged content encoding '{name}'") from error
+            raise FetchError(f"the media host sends it in a damaged content encoding '{name}'") from error
         if len(data) > max_bytes:
             raise FetchError(larger_than(max_bytes))
     return data

@@ -27,7 +27,7 @@ from PIL import Image
 
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault, Overloaded, WorkerError
-from dynamo.trtllm.multimodal.decode import BROKEN, ImageHeader
+from dynamo.trtllm.multimodal.decode import BROKEN
 from dynamo.trtllm.multimodal.decoder_process import MESSAGE_BYTES
 
 MAX_DECODERS = 4
@@ -42,12 +42,12 @@ _PATIENCE = 3
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
-async def decode_apart(data: bytes, header: ImageHeader, config: MediaConfig) -> Image.Image:
-    """As `decode.decode`, in a process that ends when the caller is cancelled.
+async def decode_apart(data: bytes, pixels: int, config: MediaConfig) -> Image.Image:
+    """As `decode.decode`, in a process that ends when the caller is cancelled. `pixels` are those that its header tells.
 
     Raises `ClientFault`, `LimitFault` also after `decode_timeout_s`, and `Overloaded` when memory runs out.
     """
-    small = header.width * header.height <= SMALL_PIXELS and len(data) <= SMALL_BYTES
+    small = pixels <= SMALL_PIXELS and len(data) <= SMALL_BYTES
     size = "small" if small else "large"
     job = _Job(data, config, size)
     try:

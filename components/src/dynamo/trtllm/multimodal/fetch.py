@@ -96,7 +96,12 @@ class Fetcher:
         timeout_s = self._config.fetch_timeout_s
         async with self._slot(host_of(source.url)):
             try:
-                download = self._client.get(source.url, timeout_s=timeout_s, max_bytes=self._config.max_file_bytes)
+                download = self._client.get(
+                    source.url,
+                    timeout_s=timeout_s,
+                    max_bytes=self._config.max_file_bytes,
+                    accept=source.accept,
+                )
                 return await asyncio.wait_for(download, timeout_s)
             except asyncio.TimeoutError as error:
                 raise FetchError(TIMED_OUT) from error

@@ -39,10 +39,10 @@ USER_AGENT = f"dynamo-trtllm/{__version__} (+{PROJECT_URL})"
 """Some hosts refuse a client that names no contact."""
 
 BLOCKED = "its url is blocked by this worker's policy: only public hosts may be fetched"
-NOT_RESOLVED = "the name of the image host cannot be resolved"
-NAME_TIMED_OUT = "no name server answered about the image host in time"
-TIMED_OUT = "the image host did not deliver the image in time"
-INVALID_REDIRECT = "the image host redirects to an invalid URL"
+NOT_RESOLVED = "the name of the media host cannot be resolved"
+NAME_TIMED_OUT = "no name server answered about the media host in time"
+TIMED_OUT = "the media host did not deliver in time"
+INVALID_REDIRECT = "the media host redirects to an invalid URL"
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _READ_BYTES = 1 << 16
@@ -58,18 +58,18 @@ class MediaHttpClient(AiohttpClient):
         self._allow_internal = allow_internal
         self._names = CheckedResolver(allow_internal=allow_internal)
 
-    async def get(self, url: str, *, timeout_s: float, max_bytes: int) -> bytes:
-        """The body behind `url`, its content encodings undone.
+    async def get(self, url: str, *, timeout_s: float, max_bytes: int, accept: str = "*/*") -> bytes:
+        """The body behind `url`, its content encodings undone. `accept` says which types are asked for.
 
         Raises `FetchError`, `Overloaded`, and `WorkerError` where the deployment's proxy forbids every fetch.
         """
         target = await self._check(url)
         for _ in range(MAX_REDIRECTS + 1):
-            body, location = await self._hop(target, timeout_s, max_bytes)
+            body, location = await self._hop(target, timeout_s, max_bytes, accept)
             if body is not None:
                 return await inflate(body, max_bytes)
             target = await self._check(location, target)
-        raise FetchError(f"the image host redirects more than {MAX_REDIRECTS} times")
+        raise FetchError(f"the media host redirects more than {MAX_REDIRECTS} times")
 
     async def _check(self, text: str, base: URL | None = None) -> URL:
         """What `text` leads to, with a host that the policy allows. The same `URL` is then asked for, so none
@@ -78,7 +78,7 @@ class MediaHttpClient(AiohttpClient):
         try:
             target = parse_url(text, base)
         except NotWebUrl as error:
-            raise FetchError("the image host redirects to something other than http or https") from error
+            raise FetchError("the media host redirects to something other than http or https") from error
         except ValueError as error:
             raise FetchError("its url is not a valid URL" if base is None else INVALID_REDIRECT) from error
         host = target.raw_host or ""
@@ -96,7 +96,7 @@ class MediaHttpClient(AiohttpClient):
             raise FetchError("its url is not a valid URL") from error
         return target
 
-    async def _hop(self, url: URL, timeout_s: float, max_bytes: int) -> tuple[Body | None, str]:
+    async def _hop(self, url: URL, timeout_s: float, max_bytes: int, accept: str) -> tuple[Body | None, str]:
         """One request without redirects: the body, or where it leads. aiohttp itself tries a lost connection
         once more.
         """
@@ -105,13 +105,16 @@ class MediaHttpClient(AiohttpClient):
         session = await self._get_session(self._allow_internal)
         try:
             async with session.get(
-                url, timeout=self._effective_timeout(timeout_s), allow_redirects=False
+                url,
+                timeout=self._effective_timeout(timeout_s),
+                allow_redirects=False,
+                headers={"Accept": accept},
             ) as response:
                 location = response.headers.get("Location", "")
                 if response.status in _REDIRECTS and location:
                     return None, location
                 if response.status >= 400:
-                    raise FetchError(f"the image host answered {response.status}")
+                    raise FetchError(f"the media host answered {response.status}")
                 if (response.content_length or 0) > max_bytes:
                     raise FetchError(larger_than(max_bytes))
                 chunks = response.content.iter_chunked(_READ_BYTES)
@@ -130,9 +133,9 @@ class MediaHttpClient(AiohttpClient):
         try:
             await self._require_trusted_egress_proxy(str(url))
         except HttpConfigurationError as error:
-            logger.error("images cannot be fetched: %s applies to them and is not trusted", "an egress proxy")
+            logger.error("media cannot be fetched: %s applies to them and is not trusted", "an egress proxy")
             raise WorkerError(
-                "this worker cannot fetch images: its egress proxy is not marked as trusted"
+                "this worker cannot fetch media: its egress proxy is not marked as trusted"
             ) from error
 
     def _build_session(self, allow_private_ips: bool) -> aiohttp.ClientSession:
@@ -149,7 +152,7 @@ class MediaHttpClient(AiohttpClient):
             trust_env=True,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            headers={"Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity", "User-Agent": USER_AGENT},
+            headers={"Accept-Encoding": "identity", "User-Agent": USER_AGENT},
         )
 
 
@@ -169,18 +172,18 @@ def _connection_fault(cause: aiohttp.ClientError) -> FetchError:
     if isinstance(cause, aiohttp.ClientConnectorDNSError):
         return FetchError(_name_fault(cause.os_error))
     if isinstance(cause, aiohttp.ClientConnectorCertificateError):
-        return FetchError("the TLS certificate of the image host is not valid")
+        return FetchError("the TLS certificate of the media host is not valid")
     if isinstance(cause, aiohttp.ClientSSLError):
-        return FetchError("no TLS connection to the image host could be made")
+        return FetchError("no TLS connection to the media host could be made")
     if isinstance(cause, aiohttp.ClientConnectorError):
         refused = isinstance(cause.os_error, ConnectionRefusedError)
         return FetchError(
-            "the image host refused the connection" if refused else "the image host cannot be reached"
+            "the media host refused the connection" if refused else "the media host cannot be reached"
         )
     if isinstance(cause, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)):
-        return FetchError("the image host closed the connection without an answer")
+        return FetchError("the media host closed the connection without an answer")
     if isinstance(cause, aiohttp.InvalidURL):
         return FetchError("its url is not a valid URL")
     if isinstance(cause, aiohttp.ClientPayloadError):
-        return FetchError("the image host ended the download before it was complete")
-    return FetchError("the image host did not answer in valid HTTP")
+        return FetchError("the media host ended the download before it was complete")
+    return FetchError("the media host did not answer in valid HTTP")

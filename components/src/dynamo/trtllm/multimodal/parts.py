@@ -15,6 +15,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo.trtllm.config import MediaConfig, Modality
 from dynamo.trtllm.errors import ClientFault, PartFault
+from dynamo.trtllm.multimodal.kinds.kind import MediaKind
+from dynamo.trtllm.multimodal.kinds.registry import KINDS, in_words, plural_of
 
 EMBEDDING_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
 MAX_URL_CHARACTERS = 8192
@@ -24,8 +26,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _AROUND = " \t\r\n"
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 _DESCRIBED_CHARACTERS = 100
-TAKEN = "this worker takes text and image_url"
-_KNOWN_CONTENT = frozenset({"text", "refusal", "image_url", "video_url", "audio_url"})
+_MEDIA_PARTS = tuple(each for kind in KINDS.values() for each in (kind.part_type, *kind.message_parts))
+TAKEN = f"a content part is {in_words(('text', *_MEDIA_PARTS), 'or')}"
+_KNOWN_CONTENT = frozenset({"text", "refusal", *_MEDIA_PARTS})
 """Parts that are text, and those that come as `MediaPart`s too and are taken or refused as such."""
 _PART_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
@@ -41,14 +44,15 @@ class MediaPart:
 
 @dataclass(frozen=True)
 class HttpSource:
-    """An image on a web server."""
+    """Media on a web server. `accept` is what the server is asked for."""
 
     url: str = field(repr=False)
+    accept: str = field(default="*/*", repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """An image inside its URL; `payload` is still encoded, as base64 or by percent signs."""
+    """Media inside their URL; `payload` is still encoded, as base64 or by percent signs."""
 
     mime: str
     payload: str = field(repr=False)
@@ -56,21 +60,21 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class ImageFile:
-    """An image on this worker's disk; `path` is what the client wrote, percent-decoded and unchecked."""
+class MediaFile:
+    """Media on this worker's disk; `path` is what the client wrote, percent-decoded and unchecked."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class EmbeddingFile:
-    """Precomputed embeddings on this worker's disk; `path` as in `ImageFile`, `suffix` in lower case with its dot."""
+    """Precomputed embeddings on this worker's disk; `path` as in `MediaFile`, `suffix` in lower case with its dot."""
 
     path: str
     suffix: str
 
 
-Source: TypeAlias = HttpSource | DataSource | ImageFile | EmbeddingFile
+Source: TypeAlias = HttpSource | DataSource | MediaFile | EmbeddingFile
 
 
 @contextmanager
@@ -87,18 +91,18 @@ def at_part(part: MediaPart) -> Iterator[None]:
 def classify(part: MediaPart, config: MediaConfig, modality: Modality = Modality.MULTIMODAL) -> Source:
     """Decide what `part` refers to. Raises `PartFault` for what this worker does not take."""
     with at_part(part):
-        if modality is Modality.TEXT:
-            raise ClientFault("this worker serves a text model and takes no images")
-        if part.kind != "image":
-            raise ClientFault(f"this worker takes images only, not {part.kind}")
-        return _classify_url(part.url, config)
+        kind = KINDS.get(part.kind)
+        if modality is Modality.TEXT or kind is None:
+            serves = "text alone" if modality is Modality.TEXT else in_words(each.plural for each in KINDS.values())
+            raise ClientFault(f"this worker takes no {plural_of(part.kind)}; it serves {serves}")
+        return _classify_url(part.url, kind, config)
 
 
 def require_known_content(messages: object) -> None:
     """Refuse what of a request's `messages` would be answered as if it were not there.
 
-    The frontend sends media of its own kinds (`image_url`, `video_url`, `audio_url`) as `MediaPart`s as well; any other part that
-    is not text reaches a worker here only. Raises `ClientFault` naming message and part, counted from 1.
+    Media of the kinds in the registry come as `MediaPart`s as well; any other part that is not text reaches a worker here only.
+    Raises `ClientFault` naming message and part, counted from 1.
     """
     if not isinstance(messages, (list, tuple)):
         raise ClientFault("messages must be a list")
@@ -106,7 +110,7 @@ def require_known_content(messages: object) -> None:
         if not isinstance(message, Mapping):
             raise ClientFault(f"message {number}: it must be an object")
         if message.get("audio"):
-            raise ClientFault(f"message {number}: audio is not supported; {TAKEN}")
+            raise ClientFault(f"message {number}: an answer's audio is not supported; {TAKEN}")
         content = message.get("content")
         for at, part in enumerate(content if isinstance(content, (list, tuple)) else (), 1):
             kind = part.get("type") if isinstance(part, Mapping) else "text" if isinstance(part, str) else None
@@ -116,11 +120,13 @@ def require_known_content(messages: object) -> None:
                 raise ClientFault(f"message {number}, part {at}: {named} is not supported; {TAKEN}")
 
 
-def names_embedding_file(url: object) -> bool:
-    """True for a file URL, or a path, whose suffix is that of an embedding file."""
+def names_embedding_file(part: MediaPart) -> bool:
+    """True for a file URL, or a path, with an embedding file's suffix, where the kind has such files."""
+    url, kind = part.url, KINDS.get(part.kind)
     if not isinstance(url, str) or _scheme_of(url.strip()) not in ("", "file"):
         return False
-    return _suffix(url.strip().partition("?")[0].partition("#")[0]) in EMBEDDING_SUFFIXES
+    suffix = _suffix(url.strip().partition("?")[0].partition("#")[0])
+    return kind is not None and kind.embedding_files and suffix in EMBEDDING_SUFFIXES
 
 
 def reference_of(url: str) -> str:
@@ -155,7 +161,7 @@ def _scheme_of(url: str) -> str:
     return found.group(1).lower() if found else ""
 
 
-def _classify_url(url: object, config: MediaConfig) -> Source:
+def _classify_url(url: object, kind: MediaKind, config: MediaConfig) -> Source:
     if not isinstance(url, str):
         raise ClientFault("its url is missing or not a string")
     url = url.strip(_AROUND)
@@ -167,12 +173,12 @@ def _classify_url(url: object, config: MediaConfig) -> Source:
     if len(url) > MAX_URL_CHARACTERS:
         raise ClientFault(f"its url is longer than {MAX_URL_CHARACTERS} characters")
     if scheme in ("http", "https"):
-        return _classify_http(url)
+        return _classify_http(url, kind)
     if scheme == "file":
-        return _classify_file(_path_of_file_url(url), config)
+        return _classify_file(_path_of_file_url(url), kind, config)
     if scheme:
         raise ClientFault(f"url scheme '{scheme[:16]}' is not supported; use http, https, data or file")
-    return _classify_file(url, config)
+    return _classify_file(url, kind, config)
 
 
 def _split(url: str) -> SplitResult:
@@ -184,13 +190,13 @@ def _split(url: str) -> SplitResult:
     return parsed
 
 
-def _classify_http(url: str) -> HttpSource:
+def _classify_http(url: str, kind: MediaKind) -> HttpSource:
     parsed = _split(url)
     if not parsed.hostname or _CONTROL.search(parsed.netloc):
         raise ClientFault("its url is not a valid URL")
-    if _suffix(parsed.path) in EMBEDDING_SUFFIXES:
+    if kind.embedding_files and _suffix(parsed.path) in EMBEDDING_SUFFIXES:
         raise ClientFault("embedding files are not fetched over http; they are read from the worker's own disk (file://)")
-    return HttpSource(reference_of(url))
+    return HttpSource(reference_of(url), kind.accept)
 
 
 def _classify_data(url: str, config: MediaConfig) -> DataSource:
@@ -216,13 +222,17 @@ def _path_of_file_url(url: str) -> str:
     return unquote(parsed.path, errors="surrogateescape")
 
 
-def _classify_file(path: str, config: MediaConfig) -> ImageFile | EmbeddingFile:
+def _classify_file(path: str, kind: MediaKind, config: MediaConfig) -> MediaFile | EmbeddingFile:
     suffix = _suffix(path)
     if suffix in EMBEDDING_SUFFIXES:
+        if not kind.embedding_files:
+            raise ClientFault(f"embedding files do not stand for {kind.plural}")
         return EmbeddingFile(path, suffix)
-    if not config.local_images:
-        raise ClientFault("image files are served only when the worker's allowed local media path is set explicitly")
-    return ImageFile(path)
+    if not config.local_files:
+        raise ClientFault(
+            f"{kind.name} files are served only when the worker's allowed local media path is set explicitly"
+        )
+    return MediaFile(path)
 
 
 def _suffix(path: str) -> str:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
-from dynamo.trtllm.errors import ClientFault, LimitFault, PeerFault, PeerUnavailable
+from dynamo.trtllm.errors import ClientFault, PeerFault, PeerUnavailable
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
+from dynamo.trtllm.multimodal.kinds.registry import require_counts
 from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart, at_part, reference_of
 from dynamo.trtllm.peers.client import PeerClient, first_answer
@@ -43,7 +44,7 @@ class RemoteEncoder:
         self._client = client
         self._transfer = transfer
         self._timeout_s = peers.timeout_s
-        self._max_images = media.max_images
+        self._media = media
         self._fallback = fallback
         self._load: Counter[int] = Counter()
         self._cache: ContentCache[MediaItem] = ContentCache(media.cache_bytes, nbytes)
@@ -74,20 +75,18 @@ class RemoteEncoder:
         """Refuse before any call what no encode worker takes."""
         for part in parts:
             with at_part(part):
-                if part.kind != "image":
-                    raise ClientFault(f"this worker takes images only, not {part.kind}")
                 if not isinstance(part.url, str):
                     raise ClientFault("its url is missing or not a string")
-        if len(parts) > self._max_images:
-            raise LimitFault(f"the request holds {len(parts)} images; this worker takes at most {self._max_images}")
+        require_counts((part.kind for part in parts), self._media)
 
     async def _items(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None) -> list[MediaItem]:
-        first: dict[str, MediaPart] = {}
-        for part in parts:
-            first.setdefault(reference_of(part.url), part)
+        keys = [(part.kind, reference_of(part.url)) for part in parts]
+        first: dict[tuple[str, str], MediaPart] = {}
+        for part, key in zip(parts, keys, strict=True):
+            first.setdefault(key, part)
         items = await all_or_none([self._item(part, budget, context) for part in first.values()])
         found = dict(zip(first, items, strict=True))
-        return [found[reference_of(part.url)] for part in parts]
+        return [found[key] for key in keys]
 
     async def _item(self, part: MediaPart, budget: TokenBudget, context: Context | None) -> MediaItem:
         """Ask the chosen instance, and another one when that is dead or late."""
@@ -113,7 +112,7 @@ class RemoteEncoder:
         raw = await self._client.call(request.model_dump(mode="json"), instance, context, timeout_s)
         reply = EncodeReply.parse(raw, "encode")
         if len(reply.items) != 1:
-            raise PeerFault("the encode worker answered for another number of images")
+            raise PeerFault("the encode worker answered for another number of items")
         item = reply.items[0]
         read = False
 
@@ -123,7 +122,7 @@ class RemoteEncoder:
             return await self._read(item, end - time.monotonic())
 
         try:
-            return await self._cache.get_or_compute(item.digest, compute)
+            return await self._cache.get_or_compute(f"{item.kind}:{item.digest}", compute)
         finally:
             if not read:
                 await self._transfer.discard(item.transfer)

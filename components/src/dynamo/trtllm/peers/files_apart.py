@@ -19,7 +19,7 @@ class FilesApart:
 
     async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
         """As `RemoteEncoder.load`; a request with pictures and files gets both, in its order."""
-        files = [part for part in parts if names_embedding_file(part.url)]
+        files = [part for part in parts if names_embedding_file(part)]
         pictures = [part for part in parts if part not in files]
         loaded = await self._files.load(files, budget, context) if files else []
         loaded += await self._here.load(pictures, budget, context) if pictures else []

@@ -63,7 +63,7 @@ def _media(config: WorkerConfig) -> Iterator[str]:
         return
     yield f"at most {media.max_images} parts and {media.max_request_bytes / MEBIBYTE:g} MB in a request"
     yield f"at most {media.max_file_bytes / MEBIBYTE:g} MB and {media.max_image_pixels} pixels in one image"
-    images = "embedding files and images" if media.local_images else "embedding files, no images,"
+    images = "embedding files and images" if media.local_files else "embedding files, no images,"
     yield f"local {images} below {media.allowed_local_path}"
     private = "allowed" if media.allow_internal else "refused"
     at_once = f"{media.max_fetches} at once, {media.fetches_per_host} from one host"

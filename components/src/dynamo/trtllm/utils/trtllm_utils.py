@@ -195,7 +195,7 @@ def _published(settings: Settings) -> dict[str, bool]:
 def _media(settings: Settings, options: DynamoOptions) -> dict[str, Any]:
     """Media fields that do not follow from one flag alone."""
     fields: dict[str, Any] = {
-        "local_images": "--allowed-local-media-path" in settings,
+        "local_files": "--allowed-local-media-path" in settings,
         "allow_internal": truth_of(os.environ, "DYN_MM_ALLOW_INTERNAL"),
     }
     file, request = settings.get("--max-file-size-mb"), settings.get("--max-request-media-mb")

@@ -121,7 +121,7 @@ class Submission:
         count, context = len(result.prompt_token_ids) if prompt.media else 0, self.info.context_length
         if count >= context:
             abort(result)
-        require_room(count, context, with_images=True)
+        require_room(count, context, with_media=True)
 
     def options(self, request: EngineRequest, disaggregated: Any) -> dict[str, Any]:
         """Keyword arguments of `generate_async`, only those that the release knows and the request uses."""

@@ -1,0 +1,38 @@
+"""Images: pictures of the types that `decode` reads, or embedding files that stand for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo.trtllm.config import MediaConfig
+from dynamo.trtllm.core import DecodedImage, MediaShape
+from dynamo.trtllm.multimodal import decoders
+from dynamo.trtllm.multimodal.decode import check_header
+from dynamo.trtllm.multimodal.kinds.kind import MediaKind
+
+
+class ImageKind(MediaKind):
+    """Reads the header here, and decodes in a process of its own."""
+
+    name = "image"
+    plural = "images"
+    part_type = "image_url"
+    accept = "image/*,*/*;q=0.5"
+    embedding_files = True
+
+    def inspect(self, data: bytes, rule: Any, config: MediaConfig) -> MediaShape:
+        header = check_header(data, config)
+        return MediaShape(self.name, (header.width, header.height))
+
+    async def decode(
+        self, data: bytes, digest: str, shape: MediaShape | None, rule: Any, config: MediaConfig
+    ) -> DecodedImage:
+        width, height = (shape or self.inspect(data, rule, config)).sizes
+        return DecodedImage(digest, await decoders.decode_apart(data, width * height, config))
+
+    def start(self) -> None:
+        decoders.start_decoder()
+
+    def stats(self) -> Mapping[str, float]:
+        return decoders.stats()
