@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +94,120 @@ def test_a_declared_flag_stands_in_help_and_in_the_readmes_table(added: dict[str
     assert "| `--max-rows N` | `MAX_ROWS` | 7 | prefill | Most rows of a table. |" in media.splitlines()
     engine = added["table"].partition("**Engine**")[2].partition("**Media**")[0]
     assert "| `--tile-size N` | | | | Size of a tile. |" in engine.splitlines()
+
+
+POINT_CLOUDS = '''
+"""Point clouds: text of three numbers a line."""
+
+from dataclasses import dataclass
+
+from dynamo.trtllm.core import DecodedMedia, MediaShape
+from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.multimodal.kinds.kind import MediaKind
+
+
+@dataclass(frozen=True)
+class DecodedPoints(DecodedMedia):
+    kind = "points"
+    rows: tuple
+
+    @property
+    def nbytes(self):
+        return 24 * len(self.rows)
+
+
+class PointsKind(MediaKind):
+    name = "points"
+    plural = "point clouds"
+    part_type = "points_url"
+    accept = "model/*"
+
+    def rule(self, model, options):
+        return options.get("most", model)
+
+    def inspect(self, data, rule, config):
+        if any(len(line.split()) != 3 for line in data.decode().splitlines()):
+            raise ClientFault("a line of it is not three numbers")
+        return MediaShape(self.name, (len(data.splitlines()),))
+
+    async def decode(self, data, digest, shape, rule, config):
+        return DecodedPoints(digest, tuple(tuple(map(float, line.split())) for line in data.decode().splitlines()))
+'''
+KIND_IN_THE_PIPELINE = {
+    "multimodal/kinds/points.py": lambda _: POINT_CLOUDS,
+    "multimodal/kinds/registry.py": lambda text: text.replace(
+        "    AudioKind(),\n", "    AudioKind(),\n    PointsKind(),\n"
+    ).replace("\n_ALL", "\nfrom dynamo.trtllm.multimodal.kinds.points import PointsKind\n\n_ALL"),
+}
+"""Files below the package, and what each becomes."""
+KIND_IN_AN_ENGINE_AND_IN_PROSE = (
+    "engines/transformers/families.py",  # what the model's prompt writes for an item
+    "engines/transformers/encoder.py",  # from the item to features
+    "README.md",  # a row of the table of modalities
+    "tests/multimodal/test_points.py",
+)
+ASK_ABOUT_POINTS = '''
+import asyncio, json, sys
+sys.path.insert(0, sys.argv[1])
+from dynamo.trtllm.config import EngineConfig, EngineKind, MediaConfig, Modality
+from dynamo.trtllm.engines.double import DoubleEngine
+from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.frontend.request import parse_request
+from dynamo.trtllm.multimodal.loader import MediaLoader
+from dynamo.trtllm.multimodal_processor import MultimodalProcessor
+
+PNG = "data:;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+GOOD, OTHER, BAD = "data:,1 2 3", "data:,4 5 6", "data:,1 2"
+
+async def prompt_of(placeholders, token_ids, **media):
+    script = {"placeholder_ids": placeholders, "media_tokens": 2}
+    engine = DoubleEngine(EngineConfig(kind=EngineKind.DOUBLE, double_script=script))
+    info = await engine.start()
+    processor = MultimodalProcessor(info, MediaLoader(engine, info, MediaConfig(), Modality.MULTIMODAL))
+    try:
+        data = {f"{kind}_url": [{"Url": url} for url in urls] for kind, urls in media.items()}
+        raw = {"model": "m", "token_ids": token_ids, "multi_modal_data": data}
+        prompt = await processor.prepare(parse_request(raw))
+        return [list(prompt.token_ids), [each.item.kind for each in prompt.media]]
+    except ClientFault as fault:
+        return fault.message
+    finally:
+        await processor.close()
+
+async def main():
+    both = {"image": 9, "points": 6}
+    return {
+        "mixed": await prompt_of(both, [1, 6, 2, 9], image=[PNG], points=[GOOD]),
+        "bad": await prompt_of(both, [1, 6], points=[BAD]),
+        "two": await prompt_of(both, [1, 6, 6], points=[GOOD, OTHER]),
+        "not taken": await prompt_of({"image": 9}, [1], points=[GOOD]),
+        "unknown": await prompt_of(both, [1], smell=[GOOD]),
+    }
+
+print(json.dumps(asyncio.run(main())))
+'''
+
+
+def test_a_media_kind_is_at_most_six_files(tmp_path: Path) -> None:
+    """A fourth kind, added to a copy of the package, goes the way of the others: from a part to its place in the prompt."""
+    package = tmp_path / "dynamo" / "trtllm"
+    shutil.copytree(Path(config.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "model"))
+    for name, edited in KIND_IN_THE_PIPELINE.items():
+        file = package / name
+        before = file.read_text() if file.exists() else ""
+        file.write_text(edited(before))
+        assert file.read_text() != before
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK_ABOUT_POINTS, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert asked.returncode == 0, asked.stderr
+    found = json.loads(asked.stdout)
+    assert found["mixed"] == [[1, 6, 6, 2, 9, 9], ["points", "image"]]
+    assert found["bad"] == "points 1: a line of it is not three numbers"
+    assert found["two"] == "the request holds 2 point clouds; this worker takes at most 1"
+    assert found["not taken"] == "points 1: the model m takes no point clouds on this worker; it takes images only"
+    assert found["unknown"] == (
+        "content parts of type smell_url are not supported; "
+        "a content part is text, image_url, video_url, audio_url, input_audio or points_url"
+    )
+    assert len(KIND_IN_THE_PIPELINE) + len(KIND_IN_AN_ENGINE_AND_IN_PROSE) <= 6
