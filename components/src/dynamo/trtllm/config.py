@@ -1,8 +1,8 @@
 """The worker's configuration: frozen layers, one for each part, and the flags that fill them.
 
-Every default, and every flag with its variable, kind and help, is written here once (`flag.py` says how). `utils/`
-reads command line, environment and files by these declarations. Each part of the worker is handed its own layer,
-never the whole.
+Every default, and every flag with its variable, kind and help, is written here once (`flag.py` says how).
+`utils/` reads command line, environment and files by these declarations. Each part of the worker is handed
+its own layer, never the whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CHECK, _OLDER = "Check", "Older flags"
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """How the worker meets Dynamo: names, discovery and planes. The flags, variables and defaults are Dynamo's own."""
+    """How the worker meets Dynamo: names, discovery, planes. Flags, variables, defaults are Dynamo's own."""
 
     namespace: str = "dynamo"
     endpoint: str = "dyn://dynamo.tensorrt_llm.generate"
@@ -166,8 +166,8 @@ class MediaConfig:
         "--max-media-fetches-per-host",
         COUNT,
         None,
-        "Downloads at once from one host, a quarter of --max-media-fetches by default. A request that has waited for "
-        "its turn for --media-fetch-timeout is answered with a 504.",
+        "Downloads at once from one host, a quarter of --max-media-fetches by default. A request that has "
+        "waited for its turn for --media-fetch-timeout is answered with a 504.",
         roles=_WITH_MEDIA,
     )
     """None: a quarter, so that one slow host leaves room for others."""
@@ -193,8 +193,8 @@ class MediaConfig:
 class EngineConfig:
     """What the engine is built with.
 
-    `args` holds engine arguments under TensorRT-LLM's names, merged from defaults, file, environment, command line and
-    overrides; `origins` says for each dotted name where its value came from.
+    `args` holds engine arguments under TensorRT-LLM's names, merged from defaults, file, environment, command
+    line and overrides; `origins` says for each dotted name where its value came from.
     """
 
     kind: EngineKind = flag(
@@ -359,8 +359,8 @@ class PeerConfig:
         "--prefill-endpoint",
         ENDPOINT,
         "dyn://dynamo.prefill.generate",
-        "Prefill workers that decode asks again when that of a request was lost; in this worker's own namespace by "
-        "default.",
+        "Prefill workers that decode asks again when that of a request was lost; in this worker's own "
+        "namespace by default.",
         roles=frozenset({Role.DECODE}),
     )
     timeout_s: float = flag(
@@ -445,7 +445,7 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Flags that fill no part of the worker by themselves: `utils/trtllm_utils.py` makes other values of them.
+    """Flags that fill no part of the worker by themselves: `utils/trtllm_utils.py` makes values of them.
 
     None: not said.
     """

@@ -1,9 +1,9 @@
-"""What a flag is. It is declared where its value is: as the default of the field of `config.py` that it fills.
+"""What a flag is. It is declared where its value is: as the default of the field in `config.py` it fills.
 
     max_images: int = flag("--max-images", COUNT, 16, "Most media parts of one request.", roles=WITH_MEDIA)
 
-The type checker holds field, kind and default to one type. `utils/` makes the rest of the declaration: the command
-line, the variable, `--help`, the note to a role that has no use for it, and README's table.
+The type checker holds field, kind and default to one type. `utils/` makes the rest of the declaration: the
+command line, the variable, `--help`, the note to a role that has no use for it, and README's table.
 """
 
 from __future__ import annotations

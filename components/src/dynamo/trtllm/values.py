@@ -58,7 +58,7 @@ class Kind(Generic[Value]):
 
 
 def parse_json(text: str) -> Any:
-    """The value in a text. Raises ValueError for what is not JSON, also NaN, a key named twice, and a nesting without end."""
+    """The value in a text. Raises ValueError for what is not JSON, as NaN, a key named twice, endless nesting."""
     try:
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_object)
     except RecursionError:
@@ -84,7 +84,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value consists of texts, finite numbers, truth values, lists and mappings by text: what JSON can say."""
+    """Whether a value consists of what JSON has: texts, finite numbers, truth values, lists and mappings."""
     if depth > 50:
         return False
     if isinstance(value, Mapping):

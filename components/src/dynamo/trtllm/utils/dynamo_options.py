@@ -1,5 +1,5 @@
-"""Dynamo's own runtime options (`--namespace`, `--endpoint`, `--discovery-backend`, ...): read, checked, and what of them
-fills our layers. Their names, variables and help are Dynamo's.
+"""Dynamo's own runtime options (`--namespace`, `--endpoint`, `--discovery-backend`, ...): read, checked, and
+put into our layers. Their names, variables and help are Dynamo's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CACHE = "--multimodal-embedding-cache-capacity-gb"
 
 
 class DynamoOptions(NamedTuple):
-    """`values` is Dynamo's `DynamoRuntimeConfig`, validated; `environment` what its Rust side is to find (None: unset)."""
+    """Dynamo's `DynamoRuntimeConfig`, validated; variables that its Rust side is to find (None: unset)."""
 
     values: Any
     environment: Mapping[str, str | None]
@@ -58,7 +58,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[list[Given], DynamoOptions]:
 
 
 def _validate(values: Any) -> dict[str, str | None]:
-    """Let Dynamo check its options. It writes some into the environment; they are taken out again and given back."""
+    """Let Dynamo check its options. It writes some into the environment: they are taken out, and returned."""
     before = dict(os.environ)
     try:
         values.validate()
@@ -87,7 +87,7 @@ def _variables_in(text: str) -> str:
 def _apply_old_spellings(
     namespace: argparse.Namespace, given: Sequence[Given], arguments: Sequence[str]
 ) -> None:
-    """`--store-kv` and DYN_STORE_KV of Dynamo 0.8 stand in for `--discovery-backend` and DYN_DISCOVERY_BACKEND."""
+    """Dynamo 0.8's `--store-kv` and DYN_STORE_KV stand in for `--discovery-backend` and its variable."""
     stores = [convert(each).value for each in given if each.flag.name == "--store-kv"]
     named = any(argument.partition("=")[0] == "--discovery-backend" for argument in arguments)
     if stores and named and stores[-1] != namespace.discovery_backend:
@@ -177,7 +177,7 @@ def _health_check_payload(text: str | None) -> Mapping[str, Any] | None:
 
 
 def _read_payload(path: Path) -> str:
-    """At most `_PAYLOAD_BYTES` of a file; devices and pipes may have no end. Raises `OSError` and `ValueError`."""
+    """At most `_PAYLOAD_BYTES`; devices and pipes may have no end. Raises `OSError` and `ValueError`."""
     if not path.is_file() or path.stat().st_size > _PAYLOAD_BYTES:
         raise ValueError
     return path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Which values engine arguments take: kinds and ranges, said once.
 
 `--check`, every start and the portable engine ask here; an argument that has a flag has the flag's kind.
-Names and types are those of TensorRT-LLM's `LlmArgs`; what an engine makes of a value is its own affair. Other
-names take any plain value.
+Names and types are those of TensorRT-LLM's `LlmArgs`; what an engine makes of a value is its own affair.
+Other names take any plain value.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ def _table(kind: Kind[Any], names: str, section: str = "") -> dict[str, Kind[Any
     return {section + name: kind for name in names.split()}
 
 
-_KV, _TRANSCEIVER, _GRAPHS = "kv_cache_config.", "cache_transceiver_config.", "cuda_graph_config."
+_KV, _TRANSCEIVER = "kv_cache_config.", "cache_transceiver_config."
+_GRAPHS, _SCHEDULER = "cuda_graph_config.", "scheduler_config."
 
 KINDS: Mapping[str, Kind[Any]] = {
     **{each.argument: each.kind for each in ENGINE_FLAGS if each.argument is not None},
     **_table(GPUS, "context_parallel_size"),
     **_table(COUNT, """
-        moe_tensor_parallel_size moe_cluster_parallel_size max_input_len stream_interval encoder_max_batch_size
-        tokens_per_block encoder_max_num_tokens num_serve_frontends moe_config.max_num_tokens
+        moe_tensor_parallel_size moe_cluster_parallel_size max_input_len stream_interval
+        encoder_max_batch_size tokens_per_block encoder_max_num_tokens num_serve_frontends
+        moe_config.max_num_tokens
         torch_compile_config.max_num_streams
         """),
     **_table(COUNT, "max_tokens", _KV),
@@ -75,7 +77,8 @@ KINDS: Mapping[str, Kind[Any]] = {
     **_table(WHOLE, "sink_token_length event_buffer_max_size attention_dp_events_gather_period_ms", _KV),
     **_table(WHOLE, "kv_transfer_sender_future_timeout_ms kv_transfer_poll_interval_ms", _TRANSCEIVER),
     **_table(SIZE, "host_cache_size max_gpu_total_bytes disk_cache_size", _KV),
-    **_table(NUMBER, "batch_wait_timeout_ms batch_wait_max_tokens_ratio kv_cache_config.cross_kv_cache_fraction"),
+    **_table(NUMBER, "batch_wait_timeout_ms batch_wait_max_tokens_ratio"),
+    **_table(NUMBER, "cross_kv_cache_fraction", _KV),
     **_table(COUNTS, "max_attention_window", _KV),
     **_table(COUNTS, "batch_sizes", _GRAPHS),
     **_table(TRUTH, """
@@ -84,19 +87,21 @@ KINDS: Mapping[str, Kind[Any]] = {
         telemetry_config.disabled
         """),
     **_table(TRUTH, "copy_on_partial_reuse use_uvm onboard_blocks", _KV),
-    **_table(WORD, "tokenizer_mode backend load_format attn_backend moe_config.backend kv_cache_config.dtype"),
+    **_table(WORD, "tokenizer_mode backend load_format attn_backend moe_config.backend"),
+    **_table(WORD, "dtype", _KV),
     **_table(TEXT, """
         tokenizer tokenizer_revision revision guided_decoding_backend checkpoint_format reasoning_parser
         orchestrator_type
         allreduce_strategy custom_tokenizer
         """),
     **_table(TEXT, "backend transceiver_runtime", _TRANSCEIVER),
-    **_table(TEXT, "capacity_scheduler_policy context_chunking_policy waiting_queue_policy", "scheduler_config."),
+    **_table(TEXT, "capacity_scheduler_policy context_chunking_policy waiting_queue_policy", _SCHEDULER),
     **_table(SECTION, "kv_cache_config scheduler_config"),
     "model_kwargs": MAPPING,
     "dtype": DTYPE,
 }  # fmt: skip
-"""Dotted name -> kind; later ones win, as YAML may name more words than the flag. `kind_of` knows more by the form of a name."""
+"""Dotted name -> kind; later ones win: YAML may name more words than a flag. `kind_of` knows other names by
+their form."""
 
 _TRUTH_PREFIXES = ("enable_", "disable_")
 

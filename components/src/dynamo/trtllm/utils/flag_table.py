@@ -1,4 +1,4 @@
-"""README's tables of flags, made from their declarations: `python -m dynamo.trtllm.utils.flag_table README.md`."""
+"""README's tables of flags, made by `python -m dynamo.trtllm.utils.flag_table README.md`."""
 
 from __future__ import annotations
 

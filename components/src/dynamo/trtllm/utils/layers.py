@@ -25,8 +25,9 @@ class Layer(NamedTuple):
 def merge_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     """Deep-merge `layers`, the weakest first: a layer changes only the keys it names.
 
-    A mapping is merged into a mapping; anything else, None included, replaces what was there. Returns the arguments and, for each
-    dotted name of a value that is not a filled mapping, the origin of the layer that had the last word.
+    A mapping is merged into a mapping; anything else, None included, replaces what was there. Returns the
+    arguments and, for each dotted name of a value that is not a filled mapping, the origin of the layer that
+    had the last word.
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -110,7 +111,7 @@ def without(args: Mapping[str, Any], dotted: str) -> dict[str, Any]:
 
 
 def split_dotted(arguments: Sequence[str]) -> tuple[list[str], list[Layer]]:
-    """Take the `--trtllm.GROUP.KEY VALUE` pairs out of a command line: the rest, and one layer for each pair."""
+    """Take `--trtllm.GROUP.KEY VALUE` pairs out of a command line: the rest, and one layer for each pair."""
     rest: list[str] = []
     layers: list[Layer] = []
     pending = iter(arguments)

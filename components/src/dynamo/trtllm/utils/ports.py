@@ -28,6 +28,9 @@ def check_ports(environment: Mapping[str, str]) -> None:
         advice = ""
         if text.startswith("tcp://"):
             service = name.removesuffix("_PORT").lower().replace("_", "-")
-            advice = f" (Kubernetes sets it so for a service named {service}: set it yourself, or set enableServiceLinks: false)"
+            advice = (
+                f" (Kubernetes sets it so for a service named {service}: set it yourself, or set "
+                "enableServiceLinks: false)"
+            )
         none = ", or -1 for none" if least < 0 else ""
         raise StartupError(f"{name} must be a port number from 0 to {most}{none}, not {text[:80]!r}{advice}")

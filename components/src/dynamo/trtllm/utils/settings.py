@@ -52,9 +52,9 @@ Settings = Mapping[str, Setting]
 
 
 def read_command_line(given: Sequence[Given]) -> dict[str, Given]:
-    """The last text of each flag. An empty text counts as not given, which is how scripts pass an unset variable on.
+    """The last text of each flag. An empty one counts as not given: so scripts pass an unset variable on.
 
-    Raises `StartupError` when two spellings of one flag, or its positive and `--no-` form, say different things.
+    Raises `StartupError` when two spellings of one flag, or it and its `--no-` form, say different things.
     """
     last: dict[str, Given] = {}
     for each in given:
@@ -125,10 +125,10 @@ def fill(layer: type[Layer], settings: Settings, **others: Any) -> Layer:
 def keep_useful(
     given: Mapping[str, Given], role: Role, engine: EngineKind
 ) -> tuple[dict[str, Given], list[str]]:
-    """Drop what this role or engine has no use for, with a note; silently for a variable that all roles share.
+    """Drop what this role or engine has no use for, with a note; silently for a variable that roles share.
 
-    One command line often goes to every role of a deployment, so only a flag for another engine ends the start:
-    raises `StartupError` for one of the command line. Returns what is left, and the notes.
+    One command line often goes to every role of a deployment, so only a flag for another engine ends the
+    start: raises `StartupError` for one of the command line. Returns what is left, and the notes.
     """
     kept: dict[str, Given] = {}
     notes: list[str] = []
@@ -150,7 +150,7 @@ def keep_useful(
 
 
 def stronger(first: Setting | None, second: Setting | None) -> Setting | None:
-    """Of two settings of the same thing, the one said more strongly; `StartupError` when equally strong ones differ."""
+    """Of two settings of one thing, the stronger; `StartupError` when equally strong ones differ."""
     if first is None or second is None:
         return first or second
     if first.level == second.level and first.value != second.value:

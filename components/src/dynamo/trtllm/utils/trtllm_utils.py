@@ -1,8 +1,8 @@
 """The worker's configuration: flags, environment, files and defaults in, one frozen `Invocation` out.
 
-Order, the strongest first: `--override-engine-args` (or `--trtllm.GROUP.KEY`), command line, environment, the YAML file
-of `--extra-engine-args`, default. Here are the rules between flags; what one flag fills is said in `config.py`. Reads the
-environment and leaves it as it is. Imports no engine, no torch and no NIXL.
+Order, the strongest first: `--override-engine-args` (or `--trtllm.GROUP.KEY`), command line, environment, the
+YAML file of `--extra-engine-args`, default. Here are the rules between flags; what one flag fills is said in
+`config.py`. Reads the environment and leaves it as it is. Imports no engine, no torch and no NIXL.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None = None) -> Invocation:
 
 
 def version_line() -> str:
-    """Our version, and the directory that `dynamo.trtllm` was imported from: `ai-dynamo` has a package of that name too."""
+    """Our version, and where `dynamo.trtllm` was imported from: `ai-dynamo` has one of that name too."""
     package = Path(str(dynamo.trtllm.__file__)).resolve().parent
     return f"dynamo-trtllm {dynamo.trtllm.__version__} (dynamo.trtllm from {package})"
 
@@ -108,7 +108,7 @@ def version_line() -> str:
 def _build(
     role: Role, settings: Settings, options: DynamoOptions, dotted: Sequence[Layer], notes: list[str]
 ) -> WorkerConfig:
-    """Fill the layers; the rules between flags are checked on the way, before any file is read. Adds to `notes`."""
+    """Fill the layers; rules between flags are checked before any file is read. Adds to `notes`."""
     modality = _modality(role, settings, notes)
     usable = _without_encoder(role, modality, settings, notes)
     runtime = runtime_layer(role, options, settings)
@@ -158,7 +158,7 @@ def _modality(role: Role, settings: Settings, notes: list[str]) -> Modality:
 
 
 def _without_encoder(role: Role, modality: Modality, settings: Settings, notes: list[str]) -> Settings:
-    """`settings` without what only makes sense with an encode worker that media go to; notes what was said of it."""
+    """`settings` without what makes sense only beside an encode worker; notes what was said of it."""
     encoder = settings.get("--encode-endpoint")
     if encoder is not None and modality is Modality.TEXT:
         _note_unused(
@@ -185,7 +185,7 @@ def _note_unused(
 
 
 def _published(settings: Settings) -> dict[str, bool]:
-    """KV events and metrics each follow their own flag or the combined one, whichever was said more strongly."""
+    """KV events and metrics follow their own flag or the combined one, whichever was said more strongly."""
     both = settings.get("--publish-events-and-metrics")
     fields = {"publish_kv_events": "--publish-kv-events", "publish_metrics": "--publish-metrics"}
     chosen = {field: stronger(settings.get(name), both) for field, name in fields.items()}
@@ -218,7 +218,7 @@ def _media(settings: Settings, options: DynamoOptions) -> dict[str, Any]:
 def _engine_args(
     settings: Settings, dotted: Sequence[Layer], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Engine arguments of all sources, merged, and where each came from. Adds to `notes` what was given without a value."""
+    """Engine arguments of all sources, merged, and the origin of each. Adds to `notes` keys without a value."""
     layers = [Layer("default", DEFAULT_ENGINE_ARGS)]
     if "--extra-engine-args" in settings:
         path: Path = settings["--extra-engine-args"].value
@@ -231,7 +231,8 @@ def _engine_args(
     override = settings.get("--override-engine-args")
     if override is not None and dotted:
         raise StartupError(
-            f"{override.name} and {dotted[0].origin} exclude each other: write all overrides in one of the two ways"
+            f"{override.name} and {dotted[0].origin} exclude each other: write all overrides in one of the "
+            "two ways"
         )
     if override is not None:
         layers.append(Layer("override", override.value))
@@ -282,9 +283,8 @@ def _notes(config: WorkerConfig, settings: Settings) -> list[str]:
                 f"{', '.join(unused)} has no effect on a text worker: --modality multimodal would serve media"
             )
     if "--publish-events-and-metrics" in settings:
-        notes.append(
-            f"{settings['--publish-events-and-metrics'].name} stands for --publish-kv-events and --publish-metrics"
-        )
+        combined = settings["--publish-events-and-metrics"].name
+        notes.append(f"{combined} stands for --publish-kv-events and --publish-metrics")
     return notes
 
 
@@ -303,7 +303,7 @@ def write_config(config: WorkerConfig) -> None:
 
 
 def dump_engine_args(engine: EngineConfig) -> str:
-    """The merged engine arguments, one `name = value  (origin)` line each, for the start-up log and for `--check`."""
+    """The merged engine arguments, one `name = value  (origin)` line each, for the log and for `--check`."""
     found = sorted(leaves(engine.args))
     return "\n".join(
         f"{dotted} = {show(value, _DUMPED)}  ({origin_of(engine.origins, dotted)})" for dotted, value in found

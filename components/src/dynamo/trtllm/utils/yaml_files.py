@@ -87,7 +87,8 @@ def _read_text(path: Path) -> str:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise StartupError(
-                f"the engine configuration {path.name} is larger than {MAX_FILE_BYTES >> 10} KiB: give a file of engine arguments"
+                f"the engine configuration {path.name} is larger than {MAX_FILE_BYTES >> 10} KiB: "
+                "give a file of engine arguments"
             )
         return data.decode("utf-8-sig")
     except FileNotFoundError:
