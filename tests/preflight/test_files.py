@@ -90,10 +90,25 @@ def test_json_that_is_whole_but_describes_nothing_is_refused(model: Path) -> Non
         (model / "tokenizer.json").write_text(content)
         (fault,) = faults(model)
     assert [fault] == [f"tokenizer.json of the model directory {model} describes no tokenizer: download the complete model"]
-    (model / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
-    replace_json(model / "config.json", architectures=None)
-    (fault,) = faults(model)
-    assert "names no architectures" in fault
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("architectures", [None, [], [1], "Qwen2VLForConditionalGeneration", {"name": "Qwen"}])
+def test_a_configuration_that_names_no_architecture_is_a_fault(architectures: object, engine: str, model: Path) -> None:
+    replace_json(model / "config.json", architectures=architectures)
+    found = [sentence for sentence in faults(model, engine=engine) if "names no architectures" in sentence]
+    assert found == [
+        f"the config.json of {model} names no architectures, by which engine and frontend know the model: "
+        "download the complete model"
+    ]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_file_far_beyond_its_kind_is_a_fault_and_is_not_read(file: str, model: Path) -> None:
+    os.truncate(model / file, 1 << 30)
+    assert faults(model) == [
+        f"{file} of the model directory {model} is larger than 256 MB, which no file of its kind is: download it again"
+    ]
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "vocab_size", "hidden_size", "intermediate_size"])

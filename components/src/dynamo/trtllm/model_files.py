@@ -1,5 +1,4 @@
-"""Where a model's files are, and which chat template they bring: for the worker's start and for what it
-registers."""
+"""A model's files: where they are, what their JSON holds, and which chat template they bring."""
 
 from __future__ import annotations
 
@@ -8,10 +7,12 @@ import atexit
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from dynamo.trtllm.errors import StartupError
 
 DEMO_MODEL = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo" / "model"
+CONFIG = "config.json"
+AGAIN = "download it again"
+MAX_JSON_BYTES = 256 << 20
+"""The largest tokenizers have 40 MB."""
 POINTER_START = b"version https://git-lfs.github.com/spec/"
 IS_POINTER = "is a Git LFS pointer and not the file itself: run `git lfs pull` in that directory, or download the model again"
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -49,6 +54,78 @@ def _find_directory(path: str) -> str | None:
     return str(Path(path).resolve()) if Path(path).is_dir() else None
 
 
+def find_model_directory(path: str) -> Path | None:
+    """The local directory of a model: itself, the demo's, or what the Hugging Face cache holds. Downloads nothing."""
+    if path == DEMO_MODEL:
+        return DEMO_DIRECTORY
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(path, CONFIG)
+    except (ImportError, ValueError):
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def read_model_json(path: str, name: str = CONFIG) -> Mapping[str, Any]:
+    """The object in a JSON file of the model at `path`; empty where it is not on this machine or not whole."""
+    directory = find_model_directory(path)
+    return read_object(directory / name) if directory is not None else {}
+
+
+def architectures_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names by which engine and frontend know the model of a config.json; empty where it names none."""
+    named = config.get("architectures")
+    return tuple(each for each in named if isinstance(each, str)) if isinstance(named, list) else ()
+
+
+def find_json_fault(file: Path) -> str | None:
+    """What is wrong with a file that should hold a JSON object, as the end of a sentence; None: nothing, or
+    no such file."""
+    content = _content(file)
+    return content if isinstance(content, str) else None
+
+
+def read_object(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty where `find_json_fault` would find one, or where there is no file."""
+    content = _content(file)
+    return content if isinstance(content, dict) else {}
+
+
+def _content(file: Path) -> dict[str, Any] | str | None:
+    """A pipe is no file: reading it may never end."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    if found.st_size > MAX_JSON_BYTES:
+        return f"is larger than {MAX_JSON_BYTES >> 20} MB, which no file of its kind is: {AGAIN}"
+    return _read(file, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(file: Path, _changed: int, _size: int) -> dict[str, Any] | str:
+    """The content, or what is wrong. Kept, since a tokenizer of 30 MB takes a second and is asked for
+    several times."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return "cannot be read: check its permissions"
+    if data.startswith(POINTER_START):
+        return IS_POINTER
+    if not data.strip():
+        return f"is empty: {AGAIN}"
+    try:
+        content = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return f"is no JSON, or was cut short: {AGAIN}"
+    return content if isinstance(content, dict) else f"holds no JSON object: {AGAIN}"
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A model's default chat template. `named`: it is one of a list by name, which Dynamo's frontend does
@@ -65,8 +142,8 @@ def find_chat_template(directory: Path) -> ChatTemplate | None:
     Raises `StartupError` with the end of a sentence about the directory where the frontend cannot use what
     is there.
     """
-    fields = {
-        file: _chat_template_field(directory / file)
+    fields: dict[str, Any] = {
+        file: read_object(directory / file).get("chat_template")
         for file in ("chat_template.json", "tokenizer_config.json")
     }
     for file, value in fields.items():
@@ -84,14 +161,6 @@ def find_chat_template(directory: Path) -> ChatTemplate | None:
         if value is not None and value.strip():
             return ChatTemplate(value, file)
     return None
-
-
-def _chat_template_field(file: Path) -> Any:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content.get("chat_template") if isinstance(content, dict) else None
 
 
 def _by_name(value: Any) -> dict[str, str]:

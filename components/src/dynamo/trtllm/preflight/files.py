@@ -14,9 +14,19 @@ from pathlib import Path
 
 from dynamo.trtllm.config import EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.errors import StartupError
-from dynamo.trtllm.model_files import DEMO_MODEL, find_chat_template, find_template_fault, template_fault
-from dynamo.trtllm.preflight.shape import ModelShape, find_model_directory
-from dynamo.trtllm.preflight.whole import find_json_fault, find_weight_faults, read_object
+from dynamo.trtllm.model_files import (
+    CONFIG,
+    DEMO_MODEL,
+    architectures_of,
+    find_chat_template,
+    find_json_fault,
+    find_model_directory,
+    find_template_fault,
+    read_object,
+    template_fault,
+)
+from dynamo.trtllm.preflight.shape import ModelShape
+from dynamo.trtllm.preflight.whole import find_weight_faults
 
 DOWNLOAD = "download the complete model"
 _HUGGING_FACE_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
@@ -69,11 +79,11 @@ def _missing_files(
 ) -> Iterator[str]:
     path, served = config.engine.model_path, _serves_chat(config)
     lacks = f"the model directory {path} has no"
-    if not (directory / "config.json").is_file():
+    if not (directory / CONFIG).is_file():
         yield f"{lacks} config.json: give the directory of a complete model"
     elif shape is None and not unreadable and config.engine.kind is not EngineKind.DOUBLE:
         yield _no_decoder(path)
-    elif not unreadable and not isinstance(read_object(directory / "config.json").get("architectures"), list):
+    elif not unreadable and not architectures_of(read_object(directory / CONFIG)):
         yield f"the config.json of {path} names no architectures, by which engine and frontend know the model: {DOWNLOAD}"
     if not any(found.is_file() for pattern in _TOKENIZERS for found in directory.glob(pattern)):
         yield f"{lacks} tokenizer.json, which Dynamo's frontend makes token ids with: {_without_tokenizer(directory)}"

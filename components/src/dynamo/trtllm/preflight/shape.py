@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dynamo.trtllm.model_files import DEMO_DIRECTORY, DEMO_MODEL
+from dynamo.trtllm.model_files import architectures_of, read_model_json
 
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {
@@ -73,34 +71,9 @@ class ModelShape:
         return round(self.parameters * DTYPE_BYTES.get(self.dtype, 2.0))
 
 
-def find_model_directory(path: str) -> Path | None:
-    """The local directory of a model: itself, the demo's, or what the Hugging Face cache holds. Downloads nothing."""
-    if path == DEMO_MODEL:
-        return DEMO_DIRECTORY
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(path, "config.json")
-    except (ImportError, ValueError):
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is none. A pipe is no file: reading it may never end."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def find_shape(path: str) -> ModelShape | None:
     """Dimensions of the model at `path`; None when its config.json is not on this machine or does not say them."""
-    directory = find_model_directory(path)
-    return parse_shape(read_json(directory / "config.json")) if directory is not None else None
+    return parse_shape(read_model_json(path))
 
 
 def parse_shape(config: Mapping[str, Any]) -> ModelShape | None:
@@ -117,7 +90,7 @@ def parse_shape(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _parse(config: Mapping[str, Any]) -> ModelShape | None:
-    model_type, named = str(config.get("model_type", "")), config.get("architectures")
+    model_type, named = str(config.get("model_type", "")), architectures_of(config)
     nested = config.get("text_config")
     text = {**(nested if isinstance(nested, Mapping) else config)}
     family = str(text.get("model_type", model_type)).removesuffix("_text")
@@ -134,7 +107,7 @@ def _parse(config: Mapping[str, Any]) -> ModelShape | None:
     positions = text.get("max_position_embeddings")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     return ModelShape(
-        architecture=str(named[0]) if isinstance(named, list) and named else model_type or "this model",
+        architecture=named[0] if named else model_type or "this model",
         model_type=model_type,
         heads=heads,
         kv_heads=kv_heads,

@@ -18,9 +18,10 @@ from os import killpg
 
 from dynamo.trtllm.config import EngineKind, Modality, WorkerConfig
 from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts
+from dynamo.trtllm.model_files import find_model_directory
 from dynamo.trtllm.preflight.faults import facts_of
 from dynamo.trtllm.preflight.masking import mask_text
-from dynamo.trtllm.preflight.shape import find_model_directory, find_shape
+from dynamo.trtllm.preflight.shape import find_shape
 
 TIMEOUT_S = 900.0
 """How long the stages of one group may take together: loading a model from a cold file system takes

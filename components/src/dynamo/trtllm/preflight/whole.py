@@ -1,20 +1,15 @@
-"""Whether a file is whole: JSON that can be read, weights as long as their own header says, and no pointer
-of Git LFS."""
+"""Whether the weights of a model are whole: as many and as long as they say themselves, and no pointers of Git LFS."""
 
 from __future__ import annotations
 
 import json
 import re
-import stat
 import zipfile
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from dynamo.trtllm.model_files import IS_POINTER, POINTER_START
+from dynamo.trtllm.model_files import AGAIN, IS_POINTER, POINTER_START, find_json_fault, read_object
 
-AGAIN = "download it again"
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 _INDEXES = {"model.safetensors.index.json": "*.safetensors", "pytorch_model.bin.index.json": "*.bin"}
@@ -23,46 +18,6 @@ _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _SHARD = re.compile(r"(.*-)(\d{2,6})-of-(\d{2,6})(\..*)")
 _MOST_SHARDS = 10_000
 _PICKLE_START, _ZIP_START = b"\x80", b"PK\x03\x04"
-
-
-def find_json_fault(file: Path) -> str | None:
-    """What is wrong with a file that should hold a JSON object, as the end of a sentence; None: nothing, or
-    no such file."""
-    content = _content(file)
-    return content if isinstance(content, str) else None
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where `find_json_fault` would find one, or where there is no file."""
-    content = _content(file)
-    return content if isinstance(content, dict) else {}
-
-
-def _content(file: Path) -> dict[str, Any] | str | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return _read(file, found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
-
-
-@lru_cache(maxsize=8)
-def _read(file: Path, _changed: int, _size: int) -> dict[str, Any] | str:
-    """The content, or what is wrong. Kept, since a tokenizer of 30 MB takes a second and is asked for
-    several times."""
-    try:
-        data = file.read_bytes()
-    except OSError:
-        return "cannot be read: check its permissions"
-    if data.startswith(POINTER_START):
-        return IS_POINTER
-    if not data.strip():
-        return f"is empty: {AGAIN}"
-    try:
-        content = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return f"is no JSON, or was cut short: {AGAIN}"
-    return content if isinstance(content, dict) else f"holds no JSON object: {AGAIN}"
 
 
 def find_weight_faults(directory: Path, whose: str) -> Iterator[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts, find_model_facts
+from dynamo.trtllm.model_files import architectures_of, read_model_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +23,8 @@ class ModelDescription:
 
 def describe_model(path: str) -> ModelDescription:
     """Reads `config.json` and `tokenizer.json` of a directory or of a model that the Hugging Face cache holds."""
-    config = _read(path, "config.json")
-    architectures = config.get("architectures") or []
+    config = read_model_json(path)
+    architectures = architectures_of(config)
     facts = find_model_facts(architectures)
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     return ModelDescription(
@@ -41,9 +40,10 @@ def _placeholder_id(path: str, config: Mapping[str, Any], facts: ModelFacts) -> 
     """The id that the chat template writes once per image; what an image expands to may have another one."""
     if "I" not in facts.modalities:
         return None
-    for token in _read(path, "tokenizer.json").get("added_tokens") or ():
-        if token.get("content") == facts.placeholder:
-            return int(token["id"])
+    added = read_model_json(path, "tokenizer.json").get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, Mapping) and token.get("content") == facts.placeholder:
+            return _integer(token, "id")
     for name in ("image_token_id", "image_token_index"):
         value = _integer(config, name)
         if value is not None:
@@ -54,29 +54,3 @@ def _placeholder_id(path: str, config: Mapping[str, Any], facts: ModelFacts) -> 
 def _integer(config: Any, name: str) -> int | None:
     value = config.get(name) if isinstance(config, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _read(path: str, name: str) -> dict[str, Any]:
-    file = _find(path, name)
-    if file is None:
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _find(path: str, name: str) -> Path | None:
-    file = Path(path) / name
-    if file.is_file():
-        return file
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return None
-    try:
-        cached = try_to_load_from_cache(path, name)
-    except ValueError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None

@@ -5,10 +5,8 @@ Everything here runs in the thread that owns the model. Messages name the archit
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, ImageT
 from dynamo.trtllm.engines.transformers.fusion import fuse
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.model_files import architectures_of, read_model_json
 
 SMALL_MODEL_PARAMETERS = 200_000_000
 _DEFAULT_CONTEXT = 32_768
@@ -151,11 +150,9 @@ def _read_config(directory: str) -> Any:
 
 
 def _architecture_on_disk(directory: str) -> str:
-    try:
-        content = json.loads((Path(directory) / "config.json").read_text())
-    except (OSError, ValueError):
-        return "this model"
-    return str((content.get("architectures") or [content.get("model_type") or "this model"])[0])
+    config = read_model_json(directory)
+    named = architectures_of(config)
+    return named[0] if named else str(config.get("model_type") or "this model")
 
 
 def _architecture(settings: Any) -> str:
