@@ -24,7 +24,7 @@ NEED_TRANSFORMERS = {
 }
 NEED_TORCH = {
     *NEED_TRANSFORMERS,
-    *(f"{NAME}.engines.transformers.{name}" for name in ("cache", "sampling", "sequence", "state", "fusion")),
+    *(f"{NAME}.engines.transformers.{name}" for name in ("cache", "sampling", "sequence", "state", "fusion", "grammars")),
     *(f"{NAME}.engines.transformers.{name}" for name in ("rows", "static_cache", "device_sampling", "interleave")),
     *(f"{NAME}.demo.{name}" for name in ("batches", "evaluation", "forward", "train")),
     *(f"{NAME}.transfer.{name}" for name in ("board", "layout", "reader", "sender")),

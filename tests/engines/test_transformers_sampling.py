@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo.trtllm.core import GuidedDecoding, Sampling
+from dynamo.trtllm.core import Sampling
 from dynamo.trtllm.engines.transformers.sampling import Choice, make_choice, sample, uniform
 from dynamo.trtllm.errors import ClientFault
 
@@ -152,7 +152,6 @@ def test_logprobs_are_the_models_own_with_ranks_from_one() -> None:
         ({"min_tokens": -1}, "min_tokens"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 1}, "prompt tokens"),
-        ({"guided": GuidedDecoding(regex="a*")}, "guided decoding"),
     ],
 )
 def test_values_out_of_range_and_what_is_not_done_here_are_the_clients_fault(sampling: dict[str, Any], words: str) -> None:

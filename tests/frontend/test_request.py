@@ -179,6 +179,10 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ),
         ({"sampling_options": {"n": 1e300}}, "n must be between -9223372036854775808 and 18446744073709551615, not 1e+300"),
         ({"sampling_options": {"guided_decoding": {"regex": 5}}}, "regex must be a string"),
+        (
+            {"sampling_options": {"guided_decoding": {"json": {}, "whitespace_pattern": " "}}},
+            "guided_whitespace_pattern is not supported; leave it out",
+        ),
         ({"sampling_options": {"guided_decoding": {"choice": 5}}}, "choice must be a list"),
         ({"sampling_options": {"guided_decoding": {"choice": ["a", 5]}}}, "choice must hold strings"),
         ({"token_ids": [1, 2.0]}, f"token_ids {IDS}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,15 @@ ADDRESS = f"data:image/png;base64,{ENCODED}"
 QUESTION = "Describe the image"
 CONTENT = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": ADDRESS}}]
 UNKNOWN = ["verbosity", "safety_identifier", "prompt_cache_retention", "field_of_tomorrow"]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CAPTIONS = [draw(seed).caption for seed in range(5, 12)]
+CAPTIONED = {
+    "type": "object",
+    "properties": {"caption": {"enum": CAPTIONS}},
+    "required": ["caption"],
+    "additionalProperties": False,
+}
+AS_JSON = json.dumps({"caption": PICTURE.caption}, separators=(",", ":"))
+TOOL = {"type": "function", "function": {"name": "file_under", "parameters": CAPTIONED}}
 ECHO = (
     "echo is not supported: neither the prompt nor log probabilities of its tokens are given back; "
     "leave out echo and prompt_logprobs"
@@ -114,22 +123,40 @@ def test_echo_is_refused_in_those_words(options: dict[str, Any], cluster: Cluste
     assert cluster.complete("hello", max_tokens=5, echo=False).status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("options", "status"),
+    ("options", "expected"),
     [
-        ({"response_format": {"type": "json_object"}}, 400),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}}, 400),
-        ({"response_format": {"type": "text"}}, 200),
-        ({"tools": [TOOL], "tool_choice": "required"}, 400),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, 400),
-        ({"tools": [TOOL], "tool_choice": "auto"}, 200),
-        ({"tools": [TOOL], "tool_choice": "none"}, 200),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": CAPTIONED}}}, AS_JSON),
+        ({"response_format": {"type": "json_object"}}, "{}"),
+        ({"response_format": {"type": "text"}}, PICTURE.caption),
+        ({"guided_choice": CAPTIONS}, PICTURE.caption),
+        ({"guided_regex": "it shows (a red|a cyan) [a-z ]+[.]"}, f"it shows {PICTURE.caption}"),
+        ({"guided_grammar": 'root ::= "here: " [a-z]+ " cyan" [a-z ]+ "."'}, f"here: {PICTURE.caption}"),
+        ({"guided_json": CAPTIONED}, AS_JSON),
+        ({"tools": [TOOL], "tool_choice": "auto"}, PICTURE.caption),
+        ({"tools": [TOOL], "tool_choice": "none"}, PICTURE.caption),
     ],
 )
-def test_the_portable_engine_refuses_what_needs_a_grammar(options: dict[str, Any], status: int, cluster: Cluster) -> None:
-    answer = describe(cluster, **options)
-    assert answer.status == status
-    assert status == 200 or "portable engine" in answer.message
+def test_an_answer_about_a_picture_follows_the_form_that_was_asked_for(
+    options: dict[str, Any], expected: str, stream: bool, cluster: Cluster
+) -> None:
+    answer = describe(cluster, stream=stream, **options)
+    assert (answer.status, answer.text, answer.finish_reason) == (200, expected, "stop")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "file_under"}}])
+def test_a_forced_tool_is_called_with_what_the_picture_shows(choice: Any, cluster: Cluster) -> None:
+    answer = describe(cluster, tools=[TOOL], tool_choice=choice)
+    calls = answer.body["choices"][0]["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"file_under"}
+    assert json.loads(calls[0]["function"]["arguments"]) == {"caption": PICTURE.caption}
+
+
+def test_a_form_that_cannot_be_followed_is_refused_in_our_words(cluster: Cluster) -> None:
+    refused = describe(cluster, guided_json={"type": "array", "uniqueItems": True})
+    words = "guided decoding: the JSON schema uses what is not supported: uniqueItems"
+    assert (refused.status, refused.message) == (400, words)
 
 
 def test_readme_and_help_name_each_of_these(capsys: pytest.CaptureFixture[str]) -> None:

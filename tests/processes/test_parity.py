@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ def user(*content: Any) -> dict[str, Any]:
 
 
 def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
-    """Fifty requests that differ in everything that could be lost on the way from one worker to the next."""
+    """Some fifty requests that differ in everything that could be lost on the way from one worker to the next."""
 
     def url(seed: int) -> dict[str, Any]:
         return picture(server.picture_url(seed))
@@ -64,6 +65,10 @@ def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
     made += [ask(text(QUESTION), url(51), stop=["on"]), ask(text(QUESTION), url(52), min_tokens=20)]
     made += [ask(text(QUESTION), url(53), max_tokens=200, ignore_eos=True), ask("hello", max_tokens=300, ignore_eos=True)]
     made += [ask(text("what shape is it?"), url(54)), ask(text("what colour is the shape?"), url(55))]
+    captions = [draw(seed).caption for seed in range(58, 62)]
+    schema = {"type": "object", "properties": {"seen": {"enum": captions}}, "required": ["seen"]}
+    made += [ask(text(QUESTION), url(58), guided_json=schema), ask(text(QUESTION), url(59), guided_choice=captions)]
+    made += [ask(text(QUESTION), url(60), guided_regex="I see [a-z ]{5,40}[.]", seed=1, **sampled)]
     made += [ask(text("what is the background?"), url(56), repetition_penalty=1.1)]
     made += [ask(text(QUESTION), url(57), stop_token_ids="first"), ask("hello", stop_token_ids="first")]
     return made
@@ -193,9 +198,9 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
     return found
 
 
-def test_fifty_requests_are_asked(embeddings: str) -> None:
+def test_more_than_fifty_requests_are_asked(embeddings: str) -> None:
     with picture_server() as server:
-        assert len(requests(server, embeddings)) == 50
+        assert len(requests(server, embeddings)) == 53
 
 
 @pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name != "agg"])
@@ -213,6 +218,12 @@ def test_every_topology_gives_what_the_aggregated_worker_gives(
 def test_streamed_answers_are_the_unary_ones(answers: dict[str, list[tuple[Outcome, Outcome]]], name: str) -> None:
     for unary, streamed in answers[name]:
         assert (streamed.text, streamed.finish, streamed.usage) == (unary.text, unary.finish, unary.usage)
+
+
+def test_guided_answers_are_about_the_pictures(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
+    texts = {unary.text for unary, _ in answers["agg"]}
+    assert {json.dumps({"seen": draw(58).caption}, separators=(",", ":")), draw(59).caption} <= texts
+    assert sum(text.startswith("I see ") for text in texts) == 1
 
 
 def test_the_answers_are_about_the_pictures(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:

@@ -127,6 +127,8 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
     if not isinstance(raw, Mapping):
         raise ClientFault(f"{name} must be an object")
     given = {name: value for name, value in raw.items() if value not in (None, False, [], "")}
+    if "whitespace_pattern" in given:
+        raise ClientFault("guided_whitespace_pattern is not supported; leave it out")
     known = {name: given[name] for name in ("json", "regex", "grammar", "json_object", "structural_tag") if name in given}
     for text in ("regex", "grammar"):
         _optional(_string, known, text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dynamo.trtllm.core import StepLogprobs, TokenLogprob
+from dynamo.trtllm.engines.transformers.grammars import allowed
 from dynamo.trtllm.engines.transformers.rows import RowTable
 from dynamo.trtllm.engines.transformers.sampling import Choice, draw, keep_likeliest
 
@@ -28,6 +29,8 @@ class Kind:
     """Some token is drawn; otherwise the likeliest is taken."""
     limited: bool = False
     """Top-k or top-p, for which the vocabulary is sorted."""
+    guided: bool = False
+    """Some request follows a grammar, whose mask the host writes before the step."""
     width: int | None = None
     """Likeliest tokens that are reported with their log probabilities; None: no log probabilities."""
 
@@ -40,6 +43,7 @@ class Kind:
             adjusted=any(c.has_penalties or c.banned for c in choices),
             drawn=bool(drawn),
             limited=any(c.top_k or c.top_p < 1.0 for c in drawn),
+            guided=any(c.grammar is not None for c in choices),
             width=_rounded(max(asked), vocabulary) if asked else None,
         )
 
@@ -61,6 +65,8 @@ def choose(logits: torch.Tensor, table: RowTable, kind: Kind) -> tuple[torch.Ten
     """
     rows = logits.shape[0]
     adjusted = _adjust(logits.float(), table) if kind.adjusted else logits
+    if kind.guided:
+        adjusted = adjusted.masked_fill(~allowed(table.masks[:rows], table.vocabulary), -torch.inf)
     tokens = adjusted.argmax(-1)
     if kind.drawn:
         tokens = torch.where(table.fraction("temperature", rows) > 0.0, _draw(adjusted, table, kind), tokens)

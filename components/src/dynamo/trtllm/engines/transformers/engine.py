@@ -7,19 +7,21 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 
 from dynamo.trtllm.config import EngineConfig
-from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, MediaShape, PlacedMedia, Step, Usage
+from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, GuidedDecoding, MediaShape, PlacedMedia, Step, Usage
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
+from dynamo.trtllm.engines.transformers.grammars import Grammars
 from dynamo.trtllm.engines.transformers.graphs import GraphBatch
 from dynamo.trtllm.engines.transformers.interleave import Interleave
-from dynamo.trtllm.engines.transformers.loading import LoadedModel, load_model
+from dynamo.trtllm.engines.transformers.loading import LoadedModel, load_model, load_tokenizer
 from dynamo.trtllm.engines.transformers.options import EngineOptions, parse_options
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import make_choice
@@ -48,6 +50,8 @@ class TransformersEngine(Engine):
         self._total_blocks = 0
         self._decoding = "eager"
         self._preparing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="image")
+        self._grammars: Grammars | None = None
+        self._compiling = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 
     async def start(self) -> EngineInfo:
         directory = await resolve_model(self._config.model_path)
@@ -65,6 +69,7 @@ class TransformersEngine(Engine):
             self._encoder = ImageEncoder(loaded, loaded.family, loaded.image)
             threads = torch.get_num_threads()
             self._preparing.submit(torch.set_num_threads, threads)
+        self._grammars = Grammars(partial(load_tokenizer, directory), loaded.logits, loaded.eos_token_ids)
         runner = ModelRunner(loaded, self._options.max_batch_size)
         batch: Batch = EagerBatch(runner, self._options.max_batch_size)
         interleave = None
@@ -100,11 +105,12 @@ class TransformersEngine(Engine):
         )
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
-        return self._stream(lambda: self._sequence(request, Stage.GENERATE))
+        return self._stream(request, lambda: self._sequence(request, Stage.GENERATE))
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         sequence = self._sequence(request, Stage.PREFILL)
         worker = self._require_worker()
+        await self._guide(sequence, request.sampling.guided)
         worker.submit(sequence)
         try:
             prefilled: Prefilled = await sequence.sink.get()
@@ -115,7 +121,7 @@ class TransformersEngine(Engine):
 
     def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
         """See the port. `state` is read at the first step; release it when a step has come, or when the stream has ended."""
-        return self._stream(lambda: self._continued(request, first, state))
+        return self._stream(request, lambda: self._continued(request, first, state))
 
     def _continued(self, request: EngineRequest, first: Step, state: EngineState) -> EngineSequence:
         """The sequence of a request whose context stage ran elsewhere."""
@@ -165,16 +171,18 @@ class TransformersEngine(Engine):
 
     async def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._worker is not None:
             await self._worker.stop()
 
-    async def _stream(self, prepare: Callable[[], EngineSequence]) -> AsyncGenerator[Step, None]:
+    async def _stream(self, request: EngineRequest, prepare: Callable[[], EngineSequence]) -> AsyncGenerator[Step, None]:
         """Steps of the sequence that `prepare` makes. One generator deep: this is run for every token."""
         worker, sequence = self._require_worker(), prepare()
         sink, ended = sequence.sink, False
         if sequence.output >= sequence.max_new_tokens:
             yield Step((), None, "length", None, Usage(len(sequence.prompt_ids), sequence.output))
             return
+        await self._guide(sequence, request.sampling.guided)
         worker.submit(sequence)
         try:
             while not ended:
@@ -184,6 +192,15 @@ class TransformersEngine(Engine):
         finally:
             if not ended:
                 worker.cancel(sequence)
+
+    async def _guide(self, sequence: EngineSequence, guided: GuidedDecoding | None) -> None:
+        """Give `sequence` the grammar that it asked for. Raises `ClientFault`."""
+        if guided is None:
+            return
+        assert self._grammars is not None
+        compiled = asyncio.get_running_loop().run_in_executor(self._compiling, self._grammars.compile, guided)
+        sequence.choice.grammar = await compiled
+        sequence.eos_ids |= sequence.choice.grammar.ends  # where a grammar is complete nothing else may come
 
     def _sequence(self, request: EngineRequest, stage: Stage) -> EngineSequence:
         """Check `request` against the model and its limits. Raises `ClientFault`."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from dynamo.trtllm.engines.transformers.batch import Chosen
@@ -23,6 +24,7 @@ from dynamo.trtllm.engines.transformers.rows import RowTable
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
 from dynamo.trtllm.engines.transformers.sequence import Sequence
 from dynamo.trtllm.engines.transformers.static_cache import Bucket, StaticCache
+from dynamo.trtllm.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -154,10 +156,31 @@ class GraphBatch:
         self._settle()
 
     def step(self) -> list[Chosen]:
-        """Launch a step if any request needs one more, then wait for the step before it."""
-        before = self._flight
-        self._flight = self._launch(before) if self._goes_on(before) else None
-        return [] if before is None else before.read()
+        """Launch a step if any request needs one more, then wait for the step before it.
+
+        A grammar has to know each token before it can say what may follow: then the step before is waited for first.
+        """
+        before, self._flight = self._flight, None
+        if not self._goes_on(before) or (before is not None and self._kind.guided):
+            return [] if before is None else before.read()
+        failed = self._write_masks() if self._kind.guided else []
+        self._flight = self._launch(before)
+        return failed if before is None else before.read()
+
+    def _write_masks(self) -> list[Chosen]:
+        """Tell the device what the grammars allow; those of no more use fail their requests."""
+        failed = []
+        masks = np.full((len(self.sequences), self._table.masks.shape[1]), -1, dtype=np.int32)
+        for row, sequence in zip(masks, self.sequences, strict=True):
+            choice = sequence.choice
+            if choice.grammar is not None:
+                try:
+                    choice.grammar.allow(row, choice.banned_at(sequence.output))
+                except WorkerError as error:
+                    row[:] = -1
+                    failed.append(Chosen(sequence, 0, None, error))
+        self._table.masks[: len(masks)].copy_(torch.from_numpy(masks))
+        return failed
 
     def _settle(self) -> None:
         self._kind = Kind.of([s.choice for s in self.sequences], self._table.vocabulary)

@@ -176,6 +176,11 @@ def _load_weights(directory: str, family: Family | None, device: torch.device, d
     return model.eval()
 
 
+def load_tokenizer(directory: str) -> Any:
+    """The model's tokenizer, for the text that its tokens stand for."""
+    return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
 def _load_processor(directory: str, architecture: str, config: Any) -> Any:
     try:
         auto: Any = transformers.AutoProcessor

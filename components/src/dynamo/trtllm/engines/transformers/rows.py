@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dynamo.trtllm.engines.transformers.grammars import words
 from dynamo.trtllm.engines.transformers.sampling import Choice
 from dynamo.trtllm.engines.transformers.sequence import Sequence
 
@@ -31,6 +32,7 @@ class RowTable:
         self._fractions = torch.zeros(rows, len(_FRACTIONS), dtype=torch.float64, device=device)
         self._counts: torch.Tensor | None = None
         self._banned: torch.Tensor | None = None
+        self._masks: torch.Tensor | None = None
 
     def integer(self, name: str, rows: int) -> torch.Tensor:
         """The column `name` of the first `rows` rows: [rows] int64, a view."""
@@ -55,6 +57,14 @@ class RowTable:
             shape = (self._integers.shape[0], self.vocabulary)
             self._banned = torch.zeros(shape, dtype=torch.bool, device=self._device)
         return self._banned
+
+    @property
+    def masks(self) -> torch.Tensor:
+        """What the requests' grammars allow in the coming step, [rows, words] int32 as in `grammars`. Made at first use."""
+        if self._masks is None:
+            shape = (self._integers.shape[0], words(self.vocabulary))
+            self._masks = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        return self._masks
 
     def join(self, row: int, sequence: Sequence, length: int) -> None:
         """Take `sequence`, of which the cache holds `length` tokens, into `row`."""
@@ -81,7 +91,7 @@ class RowTable:
             choice.counts = None
         elif self._counts is not None:
             self._counts[row] = 0
-        if choice.banned:
+        if choice.banned and choice.grammar is None:
             self.banned[row] = False
             self.banned[row, list(choice.banned)] = True
         elif self._banned is not None:

@@ -1,7 +1,8 @@
 """From logits to tokens: what each request asked for, over all rows of a step at once.
 
-Order: repetition, presence and frequency penalties over prompt and output tokens alike; tokens banned by min_tokens; temperature;
-top-k; top-p over what top-k left; min-p; one draw. Log probabilities are those of the model itself, before any of these.
+Order: repetition, presence and frequency penalties over prompt and output tokens alike; tokens banned by min_tokens or by the
+request's grammar; temperature; top-k; top-p over what top-k left; min-p; one draw. Log probabilities are those of the model
+itself, before any of these.
 The draw of output token i is one number that depends on (seed, i) only, so batching and hand-overs change nothing.
 """
 
@@ -13,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dynamo.trtllm.core import Sampling, StepLogprobs, TokenLogprob
+from dynamo.trtllm.engines.transformers.grammars import Grammar, MaskRow, allowed, words
 from dynamo.trtllm.errors import ClientFault
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,8 @@ class Choice:
     """Tokens that may not come before `min_tokens` tokens were given out."""
     min_tokens: int
     counts: torch.Tensor | None = field(default=None, repr=False)
+    grammar: Grammar | None = field(default=None, repr=False)
+    """What the answer must follow, at the place that it has reached."""
 
     @property
     def has_penalties(self) -> bool:
@@ -58,7 +63,8 @@ class Choice:
     @property
     def is_plain(self) -> bool:
         """The most likely token and nothing else."""
-        return self.temperature == 0.0 and self.logprobs is None and not self.has_penalties and not self.banned
+        chance = self.temperature != 0.0 or self.has_penalties
+        return not chance and self.logprobs is None and not self.banned and self.grammar is None
 
     def begin(self, token_ids: Sequence[int], vocabulary: int, device: torch.device) -> None:
         """Count the tokens that the penalties have to know; image tokens may lie beyond the `vocabulary`."""
@@ -69,6 +75,12 @@ class Choice:
     def note(self, token_id: int) -> None:
         if self.counts is not None:
             self.counts[token_id] += 1
+        if self.grammar is not None:
+            self.grammar.take(token_id)
+
+    def banned_at(self, index: int) -> tuple[int, ...]:
+        """Tokens that `min_tokens` bans as output token `index`."""
+        return self.banned if index < self.min_tokens else ()
 
 
 def make_choice(sampling: Sampling, seed: int, eos_token_ids: frozenset[int], vocabulary: int) -> Choice:
@@ -93,8 +105,6 @@ def make_choice(sampling: Sampling, seed: int, eos_token_ids: frozenset[int], vo
 
 
 def _check(sampling: Sampling) -> None:
-    if sampling.guided is not None:
-        raise ClientFault("guided decoding is not supported by the portable engine; use the tensorrt_llm engine")
     if sampling.prompt_logprobs is not None:
         raise ClientFault("log probabilities of prompt tokens are not supported by the portable engine")
     ranges = (
@@ -135,7 +145,7 @@ def sample(
     them, a list with each row's log probabilities. Changes nothing in `choices`.
     """
     adjusted = logits
-    if any(c.min_tokens > i or c.has_penalties for c, i in zip(choices, indices, strict=True)):
+    if any(c.min_tokens > i or c.has_penalties or c.grammar for c, i in zip(choices, indices, strict=True)):
         adjusted = _adjust(logits.float().clone(), choices, indices)
     tokens = adjusted.argmax(-1)
     drawn = [row for row, c in enumerate(choices) if c.temperature > 0.0]
@@ -175,9 +185,24 @@ def _adjust(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[i
                 penalized = torch.where(scores > 0, scores / choice.repetition, scores * choice.repetition)
                 scores.copy_(torch.where(seen, penalized, scores))
             scores -= choice.presence * seen + choice.frequency * choice.counts
-        if choice.banned and index < choice.min_tokens:
+        if choice.grammar is None and choice.banned_at(index):
             scores[list(choice.banned)] = -math.inf
+    guided = [row for row, choice in enumerate(choices) if choice.grammar is not None]
+    if guided:
+        masks = _masks(guided, choices, indices, logits.shape[1])
+        is_allowed = allowed(torch.from_numpy(masks).to(logits.device), logits.shape[1])
+        logits[guided] = logits[guided].masked_fill(~is_allowed, -math.inf)
     return logits
+
+
+def _masks(rows: Sequence[int], choices: Sequence[Choice], indices: Sequence[int], vocabulary: int) -> MaskRow:
+    """What the grammars of `rows` allow, [rows, words] int32."""
+    masks = np.zeros((len(rows), words(vocabulary)), dtype=np.int32)
+    for mask, row in zip(masks, rows, strict=True):
+        grammar = choices[row].grammar
+        assert grammar is not None
+        grammar.allow(mask, choices[row].banned_at(indices[row]))
+    return masks
 
 
 def _draw(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> torch.Tensor:

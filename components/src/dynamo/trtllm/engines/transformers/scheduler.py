@@ -155,6 +155,8 @@ class Scheduler:
         """Take over a request whose context stage ran elsewhere."""
         first = sequence.last_token
         sequence.choice.begin((*sequence.prompt_ids, first), self._runner.vocabulary, self._runner.device)
+        if sequence.choice.grammar is not None:
+            sequence.choice.grammar.take(first)
         self._batch.join(sequence)
 
     def _next_chunks(self) -> list[Chunk]:
@@ -250,10 +252,11 @@ class Scheduler:
 
     def _report(self, sequence: Sequence, error: Exception) -> None:
         lost = device_is_lost(error)
-        fault: WorkerError = EngineFault("the engine failed on this request")
+        fault = error if isinstance(error, WorkerError) else EngineFault("the engine failed on this request")
         if lost:
             fault = EngineDead("the engine's device is lost")
-        fault.__cause__ = error
+        if fault is not error:
+            fault.__cause__ = error
         self.events.append((sequence.sink, fault))
         if lost:
             raise error

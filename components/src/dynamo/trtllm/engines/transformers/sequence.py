@@ -67,7 +67,8 @@ class Sequence:
     def take(self, token: int, logprobs: StepLogprobs | None) -> Step:
         """Account for the next output token; `Step.finish` is set when it ended the request."""
         ended: FinishReason | None = None
-        if self.output >= self.choice.min_tokens:
+        # A grammar bans an end until `min_tokens` where it can; where it cannot, the answer is over.
+        if self.output >= self.choice.min_tokens or self.choice.grammar is not None:
             if token in self.eos_ids:
                 ended = "eos"
             elif token in self.stop_ids:
@@ -89,4 +90,4 @@ class Sequence:
         """Drop all tensors."""
         self.keys = self.values = self.cache = self.positions = self.feature_mask = self.mutual = None
         self.images = ()
-        self.choice.counts = None
+        self.choice.counts = self.choice.grammar = None
