@@ -31,6 +31,9 @@ CAPTIONED = {
     "required": ["caption"],
     "additionalProperties": False,
 }
+GRAMMAR = """root ::= "here: a " colour " " [a-z]+ " on a " colour " background."
+colour ::= "red" | "cyan" | "purple" | "pink"
+"""
 AS_JSON = json.dumps({"caption": PICTURE.caption}, separators=(",", ":"))
 TOOL = {"type": "function", "function": {"name": "file_under", "parameters": CAPTIONED}}
 ECHO = (
@@ -132,7 +135,7 @@ def test_echo_is_refused_in_those_words(options: dict[str, Any], cluster: Cluste
         ({"response_format": {"type": "text"}}, PICTURE.caption),
         ({"guided_choice": CAPTIONS}, PICTURE.caption),
         ({"guided_regex": "it shows (a red|a cyan) [a-z ]+[.]"}, f"it shows {PICTURE.caption}"),
-        ({"guided_grammar": 'root ::= "here: " [a-z]+ " cyan" [a-z ]+ "."'}, f"here: {PICTURE.caption}"),
+        ({"guided_grammar": GRAMMAR}, f"here: {PICTURE.caption}"),
         ({"guided_json": CAPTIONED}, AS_JSON),
         ({"tools": [TOOL], "tool_choice": "auto"}, PICTURE.caption),
         ({"tools": [TOOL], "tool_choice": "none"}, PICTURE.caption),
@@ -147,7 +150,7 @@ def test_an_answer_about_a_picture_follows_the_form_that_was_asked_for(
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "file_under"}}])
 def test_a_forced_tool_is_called_with_what_the_picture_shows(choice: Any, cluster: Cluster) -> None:
-    answer = describe(cluster, tools=[TOOL], tool_choice=choice)
+    answer = cluster.chat(CONTENT, max_tokens=200, temperature=0, tools=[TOOL], tool_choice=choice)
     calls = answer.body["choices"][0]["message"]["tool_calls"]
     assert {call["function"]["name"] for call in calls} == {"file_under"}
     assert json.loads(calls[0]["function"]["arguments"]) == {"caption": PICTURE.caption}

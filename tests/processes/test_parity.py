@@ -66,7 +66,8 @@ def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
     made += [ask(text(QUESTION), url(53), max_tokens=200, ignore_eos=True), ask("hello", max_tokens=300, ignore_eos=True)]
     made += [ask(text("what shape is it?"), url(54)), ask(text("what colour is the shape?"), url(55))]
     captions = [draw(seed).caption for seed in range(58, 62)]
-    schema = {"type": "object", "properties": {"seen": {"enum": captions}}, "required": ["seen"]}
+    seen = {"properties": {"seen": {"enum": captions}}, "required": ["seen"]}
+    schema = {"type": "object", "additionalProperties": False, **seen}
     made += [ask(text(QUESTION), url(58), guided_json=schema), ask(text(QUESTION), url(59), guided_choice=captions)]
     made += [ask(text(QUESTION), url(60), guided_regex="I see [a-z ]{5,40}[.]", seed=1, **sampled)]
     made += [ask(text("what is the background?"), url(56), repetition_penalty=1.1)]
