@@ -176,7 +176,7 @@ async def test_images_are_encoded_in_order_to_the_length_that_was_foretold(subje
     encoded = await subject.engine.encode(subject.images)
     assert [e.digest for e in encoded] == [i.digest for i in subject.images]
     for each, image in zip(encoded, subject.images, strict=True):
-        assert len(each.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size))
+        assert len(each.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size), {})
         assert each.tensors["features"].shape == (len(each.token_ids), subject.info.hidden_size)
 
 

@@ -172,7 +172,7 @@ async def test_an_image_takes_the_tokens_that_were_foretold_and_is_the_same_in_a
     together = await asyncio.gather(*(subject.engine.encode([image]) for image in images))
     for image, (encoded,) in zip(images, together, strict=True):
         (alone,) = await subject.engine.encode([image])
-        assert len(encoded.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size))
+        assert len(encoded.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size), {})
         assert encoded.token_ids.count(subject.info.extras["image_token_id"]) == encoded.tensors["features"].shape[0]
         assert encoded.digest == image.digest
         for name, tensor in alone.tensors.items():

@@ -504,7 +504,7 @@ async def test_an_image_of_impossible_shape_is_the_clients_fault_and_others_go_o
     assert isinstance(results[0], ClientFault)
     assert isinstance(results[1], list)
     assert engine.stats()["encoded_images_total"] == 1
-    assert engine.media_tokens(MediaShape("image", (4000, 4))) is None
+    assert engine.media_tokens(MediaShape("image", (4000, 4)), {}) is None
 
 
 @pytest.mark.asyncio

@@ -200,13 +200,24 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ({"extra_args": {"formatted_prompt": ["hello"]}}, "formatted_prompt must be a string"),
         ({"prefill_result": {"disaggregated_params": [1]}}, "disaggregated_params must be an object"),
         ({"multi_modal_data": {"image_url": "http://x/y.png"}}, "image_url must be a list"),
-        ({"multi_modal_uuids": {"image_url": 5}}, "a content part's uuid is not supported; leave it out"),
+        ({"multi_modal_uuids": {"image_url": 5}}, "image_url must be a list"),
         ({"output_options": {"logprobs": 101}}, "logprobs must be between 0 and 100, not 101"),
         ({"output_options": {"prompt_logprobs": -1}}, "prompt_logprobs must be between 0 and 100, not -1"),
         ({"routing": {"lora_name": "l"}}, "LoRA adapters are not supported; ask for the base model"),
         ({"routing": {"priority": "high"}}, "priority must be a number"),
-        ({"multi_modal_uuids": {"image_url": [None, "u"]}}, "a content part's uuid is not supported; leave it out"),
-        ({"mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs is not supported; leave it out"),
+        (
+            {"multi_modal_data": {"image_url": ["a", "b"]}, "multi_modal_uuids": {"image_url": [None, 5]}},
+            "image 2: its uuid must be a text of 1 to 256 characters",
+        ),
+        (
+            {"multi_modal_data": {"video_url": [{"UuidOnly": "u" * 257}]}},
+            "video 1: its uuid must be a text of 1 to 256 characters",
+        ),
+        ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs must be an object"),
+        (
+            {"media_io_kwargs": {"video": {"fps": 1}}},
+            "media_io_kwargs is not supported; say what to read of media in mm_processor_kwargs",
+        ),
         ({"multi_modal_data": []}, "multi_modal_data must be an object"),
         (
             {"multi_modal_data": {"image_url": [{"Url": "a"}, {"Decoded": {}}]}},
@@ -277,6 +288,23 @@ def test_a_sound_that_is_in_the_messages_alone_stands_between_those_that_the_fro
 
 def test_a_uuid_field_without_uuids_is_taken() -> None:
     assert parse_request({"token_ids": [1], "multi_modal_uuids": {"image_url": [None], "video_url": None}}).token_ids == (1,)
+
+
+def test_a_part_has_the_clients_own_name_for_it_among_those_of_its_tenant() -> None:
+    data = {"image_url": [{"Url": "a"}, {"UuidOnly": "v"}, {"Url": "c"}], "video_url": [{"Url": "d"}]}
+    uuids = {"image_url": ["u", "v", None]}
+    raw = {"token_ids": [1], "multi_modal_data": data, "multi_modal_uuids": uuids, "routing": {"cache_salt": "t"}}
+    assert parse_request(raw).media == (
+        MediaPart(1, "image", "a", "u", "t"),
+        MediaPart(2, "image", "", "v", "t"),
+        MediaPart(3, "image", "c", None, "t"),
+        MediaPart(1, "video", "d", None, "t"),
+    )
+
+
+def test_options_of_the_processor_are_kept_as_they_came() -> None:
+    kwargs = {"max_pixels": 1, "size": {"longest_edge": [2]}}
+    assert parse_request({"token_ids": [1], "mm_processor_kwargs": kwargs}).processor_options == kwargs
 
 
 def test_what_travels_beside_the_prompt_is_kept() -> None:

@@ -196,3 +196,106 @@ async def test_a_failure_is_not_kept_in_the_cache() -> None:
     assert isinstance(error, PartFault)
     assert error.message == "image 1: no"
     assert len(await loader.load(parts(png_url(1)), ROOMY)) == 1
+
+
+def named(uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any) -> MediaPart:
+    return MediaPart(position, "image", url, uuid, tenant, options)
+
+
+@pytest.mark.asyncio
+async def test_a_uuid_alone_is_the_content_that_came_with_it_and_fetches_nothing(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine, allowed_local_path=tmp_path)
+    picture, file = await loader.load(
+        [named("u", png_url(1)), named("f", write_embeddings(tmp_path, "e.pt", 3), position=2)], ROOMY
+    )
+    fetches = Fetches(loader)
+    found = await loader.load([named("f"), named("u", position=2), named("f", position=3)], ROOMY)
+    assert [each is item for each, item in zip(found, (file, picture, file), strict=True)] == [True] * 3
+    assert (fetches.count, len(engine.encoded)) == (0, 1)
+    with pytest.raises(LimitFault, match=f"the prompt has {1 + IMAGE_TOKENS + 3} tokens with its media"):
+        await loader.load([named("u"), named("f", position=2)], TokenBudget(1, IMAGE_TOKENS + 4))
+
+
+@pytest.mark.asyncio
+async def test_a_uuid_that_names_nothing_here_is_refused_before_anything_is_fetched() -> None:
+    loader = await loader_over(GatedEngine())
+    await loader.load([named("u", png_url(1), "ours")], ROOMY)
+    fetches = Fetches(loader)
+    for stranger in (named("v", "", "ours"), named("u", "", "theirs"), named("u", "", None)):
+        with pytest.raises(PartFault) as caught:
+            await loader.load([*parts(png_url(9)), replace(stranger, position=2)], ROOMY)
+        assert caught.value.message == (
+            "image 2: its uuid is not known here, or its content is no longer kept; send the content with it again"
+        )
+    assert fetches.count == 0
+
+
+@pytest.mark.asyncio
+async def test_content_that_left_the_cache_leaves_its_uuid_unknown() -> None:
+    size = IMAGE_TOKENS * HIDDEN * 4
+    loader = await loader_over(GatedEngine(), cache_bytes=size)
+    await loader.load([named("u", png_url(1))], ROOMY)
+    await loader.load([named("u")], ROOMY)
+    await loader.load(parts(png_url(2)), ROOMY)
+    with pytest.raises(PartFault, match="image 1: its uuid is not known here, or its content is no longer kept"):
+        await loader.load([named("u")], ROOMY)
+
+
+@pytest.mark.asyncio
+async def test_content_wins_over_what_its_uuid_named_before_however_it_is_prepared() -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine)
+    (old,) = await loader.load([named("u", png_url(1))], ROOMY)
+    (new,) = await loader.load([named("u", png_url(2), tokens=7)], ROOMY)
+    assert (old.digest != new.digest, len(engine.encoded)) == (True, 2)
+    with pytest.raises(PartFault, match="image 1: its uuid is not known here"):
+        await loader.load([named("u")], ROOMY)  # the old content was prepared like this, and is in the cache
+    assert await loader.load([named("u", tokens=7)], ROOMY) == [new]
+
+
+@pytest.mark.asyncio
+async def test_content_that_cannot_be_loaded_leaves_its_uuid_as_it_was() -> None:
+    loader = await loader_over(GatedEngine())
+    (good,) = await loader.load([named("u", png_url(1))], ROOMY)
+    with pytest.raises(PartFault):
+        await loader.load([named("u", "data:image/png;base64,AAAA")], ROOMY)
+    assert await loader.load([named("u")], ROOMY) == [good]
+
+
+@pytest.mark.asyncio
+async def test_one_uuid_names_one_content_within_a_request() -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine)
+    alone, sent = await loader.load([named("u"), named("u", png_url(1), position=2)], ROOMY)
+    assert alone is sent
+    engine.encoded.clear()
+    with pytest.raises(PartFault) as caught:
+        await loader.load([named("v", png_url(3)), named("v", png_url(4), position=2)], ROOMY)
+    assert caught.value.message == "image 2: its uuid names another content in the same request"
+    assert engine.encoded == []
+
+
+@pytest.mark.asyncio
+async def test_options_of_the_processor_are_part_of_an_items_name() -> None:
+    engine = GatedEngine()
+    loader = await loader_over(engine)
+    lengths = {}
+    for options in ({}, {"tokens": 7}, {"tokens": 8}, {"tokens": 7}, {}):
+        (item,) = await loader.load([replace(parts(png_url(1))[0], options=options)], ROOMY)
+        assert isinstance(item, EncodedMedia)
+        lengths[item.digest] = len(item.token_ids)
+    assert sorted(lengths.values()) == [IMAGE_TOKENS, 7, 8]
+    assert len(engine.encoded) == 3
+    with pytest.raises(LimitFault, match="the prompt has 9 tokens with its media"):
+        await loader.load([replace(parts(png_url(1))[0], options={"tokens": 8})], TokenBudget(1, 9))
+
+
+@pytest.mark.asyncio
+async def test_no_processor_prepares_an_embedding_file(tmp_path: Path) -> None:
+    loader = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
+    url = write_embeddings(tmp_path, "e.pt", 3)
+    await loader.load([named("u", url)], ROOMY)
+    for part in (named("u", url, tokens=7), named("u", tokens=7)):
+        with pytest.raises(PartFault, match="image 1: no processor prepares an embedding file: leave out mm_processor_kwargs"):
+            await loader.load([part], ROOMY)

@@ -73,6 +73,14 @@ async def cluster() -> AsyncIterator[Cluster]:
         yield Cluster(stack)
 
 
+def candidates(encoder: RemoteEncoder, url: str) -> list[int]:
+    return encoder._candidates(*parts(url))
+
+
+def named(uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any) -> MediaPart:
+    return MediaPart(position, "image", url, uuid, tenant, options)
+
+
 def encoder_over(client: FakeClient, **options: Any) -> RemoteEncoder:
     """An encoder that never gets as far as reading."""
     config = PeerConfig(timeout_s=options.pop("timeout_s", LONG_S))
@@ -129,29 +137,29 @@ async def test_a_picture_goes_to_one_instance_and_a_leaving_one_moves_only_its_o
     client = FakeClient(dict.fromkeys((11, 22, 33), replies()))
     encoder = encoder_over(client)
     references = [f"https://x/{i}.png" for i in range(300)]
-    before = {each: encoder._candidates(each) for each in references}
-    assert before == {each: encoder._candidates(each) for each in references}
+    before = {each: candidates(encoder, each) for each in references}
+    assert before == {each: candidates(encoder, each) for each in references}
     assert all(sorted(order) == [11, 22, 33] for order in before.values())
     share = {instance: sum(order[0] == instance for order in before.values()) for instance in (11, 22, 33)}
     assert min(share.values()) > 60
     del client.answers[22]
     for each, order in before.items():
-        assert encoder._candidates(each) == [instance for instance in order if instance != 22]
+        assert candidates(encoder, each) == [instance for instance in order if instance != 22]
 
 
 @pytest.mark.asyncio
 async def test_any_text_is_a_reference() -> None:
-    assert encoder_over(FakeClient({1: replies()}))._candidates("https://x/\ud800\udcff") == [1]
+    assert candidates(encoder_over(FakeClient({1: replies()})), "https://x/\ud800\udcff") == [1]
 
 
 @pytest.mark.asyncio
 async def test_an_instance_with_much_more_than_its_share_comes_last() -> None:
     encoder = encoder_over(FakeClient(dict.fromkeys((1, 2, 3), replies())))
-    order = encoder._candidates("https://x/y.png")
+    order = candidates(encoder, "https://x/y.png")
     encoder._load[order[0]] = 12
-    assert encoder._candidates("https://x/y.png") == order
+    assert candidates(encoder, "https://x/y.png") == order
     encoder._load[order[0]] = 13
-    assert encoder._candidates("https://x/y.png") == [*order[1:], order[0]]
+    assert candidates(encoder, "https://x/y.png") == [*order[1:], order[0]]
 
 
 @pytest.mark.asyncio
@@ -173,7 +181,7 @@ async def test_a_dead_instance_costs_one_retry_on_the_next(cluster: Cluster) -> 
     await cluster.add(1)
     await cluster.add(2)
     encoder = await cluster.encoder()
-    first, second = encoder._candidates(png_url(1))
+    first, second = candidates(encoder, png_url(1))
     cluster.client.answers[first] = replies(ValueError("Unavailable: tcp://10.0.0.1:9"))
     assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
     assert cluster.client.calls == [first, second]
@@ -280,6 +288,69 @@ async def test_without_a_cache_everything_is_read(cluster: Cluster) -> None:
     cluster.assert_nothing_held()
 
 
+@pytest.mark.asyncio
+async def test_a_uuid_alone_finds_its_content_through_every_worker_that_asks(cluster: Cluster) -> None:
+    for instance in (1, 2, 3):
+        await cluster.add(instance)
+    one, other = await cluster.encoder(cache_bytes=0), await cluster.encoder()
+    for number in range(6):
+        (sent,) = await one.load([named(f"u{number}", png_url(number))], ROOMY, FakeContext())
+        one._load[cluster.client.calls[-1]] += 100  # an instance with too much to do is still the one that knows
+        (found,) = await other.load([named(f"u{number}")], ROOMY, FakeContext())
+        assert (found.digest, found.kind) == (sent.digest, "image")
+        assert cluster.client.calls[-1] == cluster.client.calls[-2]
+    assert sum(cluster.encoded().values()) == 6
+    cluster.assert_nothing_held()
+
+
+@pytest.mark.asyncio
+async def test_a_uuid_that_the_encode_workers_do_not_know_for_this_tenant_is_the_clients_fault(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    await encoder.load([named("u", png_url(1), "ours")], ROOMY, FakeContext())
+    for stranger in (named("u", "", "theirs"), named("u"), named("v", "", "ours")):
+        with pytest.raises(ClientFault, match=r"^image 1: its uuid is not known here"):
+            await encoder.load([stranger], ROOMY, FakeContext())
+    (again,) = await encoder.load([named("u", "", "ours")], ROOMY, FakeContext())
+    assert isinstance(again, EncodedMedia)
+    assert cluster.encoded() == {1: 1}
+
+
+@pytest.mark.asyncio
+async def test_other_content_under_a_known_uuid_is_encoded_and_takes_the_name(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    (old,) = await encoder.load([named("u", png_url(1))], ROOMY, FakeContext())
+    (new,) = await encoder.load([named("u", png_url(2))], ROOMY, FakeContext())
+    (found,) = await encoder.load([named("u")], ROOMY, FakeContext())
+    assert old.digest != new.digest == found.digest
+
+
+@pytest.mark.asyncio
+async def test_a_uuid_that_a_request_sends_with_content_may_stand_alone_beside_it(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    asked = [named("u", position=1), named("u", png_url(1), position=2)]
+    alone, beside = await encoder.load(asked, ROOMY, FakeContext())
+    assert alone is beside
+    with pytest.raises(ClientFault, match=r"^image 2: its uuid names another content in the same request"):
+        await encoder.load([named("u", png_url(1)), named("u", png_url(2), position=2)], ROOMY, FakeContext())
+
+
+@pytest.mark.asyncio
+async def test_options_of_the_processor_reach_the_encode_worker_and_part_its_answers(cluster: Cluster) -> None:
+    await cluster.add(1)
+    encoder = await cluster.encoder()
+    (plain,) = await encoder.load(parts(png_url(1)), ROOMY, FakeContext())
+    (longer,) = await encoder.load([named("u", png_url(1), tokens=7)], ROOMY, FakeContext())
+    assert isinstance(plain, EncodedMedia)
+    assert isinstance(longer, EncodedMedia)
+    assert (len(plain.token_ids), len(longer.token_ids)) == (IMAGE_TOKENS, 7)
+    assert plain.digest != longer.digest
+    with pytest.raises(ClientFault, match=r"^image 1: the content that its uuid names is kept as other mm_processor_kwargs"):
+        await encoder.load([named("u", tokens=6)], ROOMY, FakeContext())
+
+
 class Fallback:
     """A loader that counts."""
 
@@ -347,7 +418,7 @@ async def test_an_offer_that_is_gone_costs_a_retry_on_the_next_instance(cluster:
     await cluster.add(1)
     await cluster.add(2)
     encoder = await cluster.encoder()
-    first, second = encoder._candidates(png_url(1))
+    first, second = candidates(encoder, png_url(1))
     cluster.client.answers[first] = forgetful(cluster.client.answers[first], cluster.senders[first])
     assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
     assert cluster.client.calls == [first, second]

@@ -63,7 +63,11 @@ def test_the_first_step_is_final_only_when_prefill_finished_the_request() -> Non
 
 
 ENCODE = EncodeRequest(
-    items=(EncodeItem(kind="image", position=2, url="https://x/y.png"),), text_tokens=5, context_length=64
+    items=(
+        EncodeItem(kind="image", position=2, url="https://x/y.png", uuid="u", options={"max_pixels": 784}),
+    ),
+    text_tokens=5,
+    context_length=64,
 )
 ENCODED = EncodeReply(
     items=(
@@ -96,7 +100,8 @@ ENDED_JSON = (
     '"meta": {"key": 4}, "transfer": null}'
 )
 ENCODE_JSON = (
-    '{"schema_version": 1, "items": [{"schema_version": 1, "kind": "image", "position": 2, "url": "https://x/y.png"}], '
+    '{"schema_version": 1, "items": [{"schema_version": 1, "kind": "image", "position": 2, '
+    '"url": "https://x/y.png", "uuid": "u", "tenant": null, "options": {"max_pixels": 784}}], '
     '"text_tokens": 5, "context_length": 64}'
 )
 ENCODED_JSON = (

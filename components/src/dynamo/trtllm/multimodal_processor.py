@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, PlacedMedia, Prompt, TokenBudget
@@ -15,6 +16,7 @@ from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.multimodal.kinds.registry import in_words, plural_of
+from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
 
 
@@ -47,9 +49,13 @@ class MultimodalProcessor:
         given = Counter(part.kind for part in request.media)
         for kind, count in places.items():
             _check_places(kind, count, given[kind])
+        options = options_by_kind(request.processor_options, self._info.media)
         if not request.media:
             return Prompt(request.token_ids)
-        items = await self._media.load(request.media, budget, context)
+        parts = request.media
+        if request.processor_options:
+            parts = tuple(replace(part, options=options[part.kind]) for part in parts)
+        items = await self._media.load(parts, budget, context)
         prompt = expand(request.token_ids, self._placeholders, items, request.text)
         self._require_room(budget, len(prompt.token_ids) - budget.text_tokens)
         return prompt

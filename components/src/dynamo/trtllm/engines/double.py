@@ -27,11 +27,14 @@ from dynamo.trtllm.core import (
     Tokens,
     Usage,
 )
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled, ProcessorOption
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError, require_room
 
 STATE_SCHEMA = 1
 _HIDDEN = 8
+TOKENS_OPTION = "tokens"
+"""The one key of `mm_processor_kwargs` that the double knows: the length of an item's expansion."""
+_OPTIONS = {TOKENS_OPTION: ProcessorOption(least=1, most=1000)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ class DoubleEngine(Engine):
             total_kv_blocks=script.context_length // 32,
             max_num_seqs=script.max_num_seqs,
             max_num_batched_tokens=script.context_length,
-            media={kind: MediaInput(placeholder_id=token) for kind, token in script.placeholder_ids.items()},
+            media={kind: MediaInput(placeholder_id=token, options=_OPTIONS) for kind, token in script.placeholder_ids.items()},
             encodes_apart=bool(script.placeholder_ids),
             hidden_size=_HIDDEN,
         )
@@ -120,13 +123,14 @@ class DoubleEngine(Engine):
     def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
         return self._stream(request, state)
 
-    def media_tokens(self, shape: MediaShape) -> int | None:
-        return self._script.media_tokens
+    def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
+        return int(options.get(TOKENS_OPTION, self._script.media_tokens))
 
     async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
         import torch
 
-        expansions = [(self._placeholder_of(item.kind),) * self._script.media_tokens for item in items]
+        lengths = [int(item.options.get(TOKENS_OPTION, self._script.media_tokens)) for item in items]
+        expansions = [(self._placeholder_of(item.kind),) * n for item, n in zip(items, lengths, strict=True)]
         await asyncio.sleep(self._script.encode_delay_s)
         self._encoded += len(items)
         shades = [float(zlib.crc32(item.digest.encode()) % 97) for item in items]

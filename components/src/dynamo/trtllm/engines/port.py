@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessorOption:
+    """One key of a request's `mm_processor_kwargs` that a model's processor knows: a number, or an object of such."""
+
+    least: float = 0
+    most: float = 0
+    whole: bool = True
+    fields: Mapping[str, ProcessorOption] = field(default_factory=dict)
+    """Not empty: the value is an object with some of these keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MediaInput:
     """How an engine takes one kind of media."""
 
@@ -38,6 +49,8 @@ class MediaInput:
     rule: Any = None
     """What of an item the model wants read, in the form that the kind's file names (`multimodal.kinds`): for a video
     which frames, for audio at which rate. None where everything is."""
+    options: Mapping[str, ProcessorOption] = field(default_factory=dict)
+    """Keys of `mm_processor_kwargs` that the model knows for this kind. They come with the items (`DecodedMedia.options`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +162,11 @@ class Engine(ABC):
         state.release()
 
     @abstractmethod
-    def media_tokens(self, shape: MediaShape) -> int | None:
-        """Length of the expansion of an item of that kind and size; None when only the engine itself finds out."""
+    def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
+        """Length of the expansion of an item of that kind and size, prepared with `options` (`MediaInput.options`).
+
+        None when only the engine itself finds out.
+        """
 
     @abstractmethod
     async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:

@@ -11,10 +11,10 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dynamo.trtllm.core import GuidedDecoding, Sampling
 from dynamo.trtllm.errors import ClientFault
@@ -23,6 +23,7 @@ from dynamo.trtllm.multimodal.kinds.registry import KINDS
 from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, at_part, require_known_content
 
 _MAX_LOGPROBS = 100
+_MAX_UUID_CHARACTERS = 256
 _INT32 = (1 << 31) - 1
 _MOST = 1e6
 """Bound of temperature and repetition penalty: far beyond any use, far below where arithmetic on scores overflows."""
@@ -40,6 +41,8 @@ class Request:
     token_ids: tuple[int, ...]
     sampling: Sampling
     media: tuple[MediaPart, ...] = ()
+    processor_options: Mapping[str, Any] = field(default_factory=dict)
+    """`mm_processor_kwargs` as they came: which of them the model knows is for its engine to say."""
     text: str | None = None
     """The rendered prompt; present only beside media."""
     handoff: Mapping[str, Any] | None = None
@@ -60,24 +63,22 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
     routing = _mapping(raw, "routing")
     if routing.get("lora_name"):
         raise ClientFault("LoRA adapters are not supported; ask for the base model")
-    uuids = _mapping(raw, "multi_modal_uuids")
-    if uuids and any(_flatten(uuids.values())):
-        raise ClientFault("a content part's uuid is not supported; leave it out")
-    if _mapping(raw, "mm_processor_kwargs"):
-        raise ClientFault("mm_processor_kwargs is not supported; leave it out")
+    if raw.get("media_io_kwargs"):
+        raise ClientFault("media_io_kwargs is not supported; say what to read of media in mm_processor_kwargs")
     messages = extra.get("messages")  # present beside media only
     if messages is not None:
         require_known_content(messages)
-    media = _mapping(raw, "multi_modal_data")
+    media, cache_salt = _mapping(raw, "multi_modal_data"), _optional(_string, routing, "cache_salt")
     return Request(
         model=str(raw.get("model", "")),
         token_ids=prompt_ids(raw.get("token_ids")),
         sampling=_sampling(raw),
-        media=_media(media, messages) if media or messages else (),
+        media=_media(raw, media, messages, cache_salt) if media or messages or raw.get("multi_modal_uuids") else (),
+        processor_options=_mapping(raw, "mm_processor_kwargs"),
         text=_optional(_string, extra, "formatted_prompt"),
         handoff=_optional(_object, _mapping(raw, "prefill_result"), "disaggregated_params"),
         priority=_optional(_number, routing, "priority"),
-        cache_salt=_optional(_string, routing, "cache_salt"),
+        cache_salt=cache_salt,
         dp_rank=_optional(_rank, routing, "dp_rank"),
         is_health_check=bool(raw.get("_HEALTH_CHECK")),
         media_hashes=_optional(_strings, extra, "mm_hashes") or (),
@@ -139,43 +140,68 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
     return GuidedDecoding(**known) if known else None
 
 
-def _media(raw: Mapping[str, Any], messages: Any) -> tuple[MediaPart, ...]:
-    """The media parts, kind by kind: the frontend's dict keeps the order within a kind, the prompt's placeholders that between.
+class _Sent(NamedTuple):
+    """A part as a client wrote it: what it refers to, and the client's own name for that."""
 
-    Parts that the frontend leaves among the `messages` (`MediaKind.message_parts`) stand between those of its dict.
+    url: Any
+    uuid: str | None
+
+
+def _media(
+    raw: Mapping[str, Any], data: Mapping[str, Any], messages: Any, tenant: str | None
+) -> tuple[MediaPart, ...]:
+    """The media parts of `data`, kind by kind.
+
+    The frontend's dict keeps the order within a kind, the prompt's placeholders that between kinds. Parts that it leaves
+    among the `messages` (`MediaKind.message_parts`) stand between those of its dict.
     """
-    unknown = sorted({str(key)[:40] for key in raw} - {kind.part_type for kind in KINDS.values()})
+    unknown = sorted({str(key)[:40] for key in data} - {kind.part_type for kind in KINDS.values()})
     if unknown:
         raise ClientFault(f"content parts of type {', '.join(unknown)} are not supported; {TAKEN}")
+    uuids = _mapping(raw, "multi_modal_uuids")
     parts: list[MediaPart] = []
     for kind in KINDS.values():
-        given = [_url(kind, at, item) for at, item in enumerate(_optional(_list, raw, kind.part_type) or (), 1)]
-        urls = _with_message_parts(kind, given, messages) if kind.message_parts else given
-        parts += [MediaPart(position=at, kind=kind.name, url=url) for at, url in enumerate(urls, 1)]
+        names = itertools.chain(_optional(_list, uuids, kind.part_type) or (), itertools.repeat(None))
+        items = enumerate(_optional(_list, data, kind.part_type) or (), 1)
+        sent = [_sent(kind, at, item, uuid) for (at, item), uuid in zip(items, names, strict=False)]
+        if kind.message_parts:
+            sent = _with_message_parts(kind, sent, messages)
+        parts += [MediaPart(at, kind.name, each.url, each.uuid, tenant) for at, each in enumerate(sent, 1)]
     return tuple(parts)
 
 
-def _url(kind: MediaKind, position: int, item: Any) -> Any:
-    url = item.get("Url") if isinstance(item, Mapping) else item
-    if url is None and isinstance(item, Mapping) and "Decoded" in item:
-        raise ClientFault(f"{kind.name} {position}: media decoded by the frontend is not supported; send its URL")
-    return url
+def _sent(kind: MediaKind, position: int, item: Any, uuid: Any) -> _Sent:
+    """A part from the frontend's dict: `{"Url": ...}`, or `{"UuidOnly": ...}` where the client sent no URL."""
+    with at_part(MediaPart(position, kind.name, "")):
+        if not isinstance(item, Mapping):
+            return _Sent(item, _uuid(uuid))
+        if "UuidOnly" in item:
+            return _Sent("", _uuid(item["UuidOnly"]))
+        if item.get("Url") is None and "Decoded" in item:
+            raise ClientFault("media decoded by the frontend is not supported; send its URL")
+        return _Sent(item.get("Url"), _uuid(uuid))
 
 
-def _with_message_parts(kind: MediaKind, given: Sequence[Any], messages: Any) -> list[Any]:
+def _uuid(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= _MAX_UUID_CHARACTERS):
+        raise ClientFault(f"its uuid must be a text of 1 to {_MAX_UUID_CHARACTERS} characters")
+    return value
+
+
+def _with_message_parts(kind: MediaKind, given: Sequence[_Sent], messages: Any) -> list[_Sent]:
     """`given`, and the parts of `kind` that are in the messages alone, in the order of the messages."""
-    urls: list[Any] = []
+    sent: list[_Sent] = []
     waiting = iter(given)
     for message in messages or ():
         content = message.get("content")
         for part in content if isinstance(content, (list, tuple)) else ():
             name = str(part.get("type")) if isinstance(part, Mapping) else ""
             if name in kind.message_parts:
-                with at_part(MediaPart(len(urls) + 1, kind.name, "")):
-                    urls.append(kind.message_parts[name](part))
+                with at_part(MediaPart(len(sent) + 1, kind.name, "")):
+                    sent.append(_Sent(kind.message_parts[name](part), _uuid(part.get("uuid"))))
             elif name == kind.part_type:
-                urls += itertools.islice(waiting, 1)
-    return [*urls, *waiting]
+                sent += itertools.islice(waiting, 1)
+    return [*sent, *waiting]
 
 
 def prompt_ids(raw: Any) -> tuple[int, ...]:
@@ -296,10 +322,6 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, (dict, Mapping)):  # a dict is found without asking the abstract class
         raise ClientFault(f"{name} must be an object")
     return value
-
-
-def _flatten(values: Any) -> list[Any]:
-    return [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
 
 
 _count = partial(_integer, low=0, high=_MAX_LOGPROBS)

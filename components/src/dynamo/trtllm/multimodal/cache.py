@@ -35,6 +35,16 @@ class ContentCache(Generic[V]):
         self._misses = 0
         self._evictions = 0
 
+    def find(self, key: str) -> V | None:
+        """The value of `key` if it is kept; counts as a hit or a miss."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self._misses += 1
+            return None
+        self._entries.move_to_end(key)
+        self._hits += 1
+        return entry[0]
+
     async def get_or_compute(self, key: str, compute: Callable[[], Awaitable[V]]) -> V:
         """The value of `key`, from the cache, from a computation under way, or from `compute`.
 

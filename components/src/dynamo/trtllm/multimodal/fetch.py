@@ -18,7 +18,7 @@ from dynamo.trtllm.multimodal.content_encoding import FetchError
 from dynamo.trtllm.multimodal.data_url import decode_payload
 from dynamo.trtllm.multimodal.files import read_file
 from dynamo.trtllm.multimodal.http_client import TIMED_OUT, MediaHttpClient, host_of
-from dynamo.trtllm.multimodal.parts import DataSource, HttpSource, MediaPart, Source, at_part
+from dynamo.trtllm.multimodal.parts import DataSource, EmbeddingFile, HttpSource, MediaFile, MediaPart, Source, at_part
 
 _LONG_PAYLOAD = 1 << 16
 """Data URLs up to this length are decoded on the event loop, in well under a millisecond."""
@@ -60,6 +60,7 @@ class Fetcher:
             if len(source.payload) <= _LONG_PAYLOAD:
                 return decode_payload(source, self._config)
             return await run_blocking(decode_payload, source, self._config)
+        assert isinstance(source, (MediaFile, EmbeddingFile))  # what is known by its uuid alone is not fetched
         return await run_blocking(read_file, source.path, self._config.allowed_local_path, self._config.max_file_bytes)
 
     async def fetch_all(self, items: Sequence[tuple[MediaPart, Source]]) -> list[bytes]:

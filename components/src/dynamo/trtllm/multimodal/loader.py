@@ -5,14 +5,16 @@ The steps live in their own modules; this one orders them, and keeps the content
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynamo.trtllm.config import MediaConfig, Modality
-from dynamo.trtllm.core import Context, MediaItem, MediaShape, TokenBudget
+from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, MediaShape, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
-from dynamo.trtllm.errors import ClientFault, require_room
+from dynamo.trtllm.errors import ClientFault, PartFault, require_room
+from dynamo.trtllm.multimodal import uuids
 from dynamo.trtllm.multimodal.blocking import all_or_none, run_blocking
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.decode import digest_of
@@ -20,7 +22,8 @@ from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 from dynamo.trtllm.multimodal.kinds.registry import KINDS, plural_of, require_counts
-from dynamo.trtllm.multimodal.parts import EmbeddingFile, MediaPart, Source, at_part, classify
+from dynamo.trtllm.multimodal.parts import NOT_PREPARED, EmbeddingFile, Known, MediaPart, Source, at_part, classify
+from dynamo.trtllm.multimodal.uuids import NamedContent, Uuids
 
 _INSPECT_INLINE_BYTES = 64 * 1024
 """Hashing and reading the header of so little takes less than a hand-over to a thread."""
@@ -30,12 +33,14 @@ _INSPECT_INLINE_BYTES = 64 * 1024
 class Inspected:
     """Fetched media before anything expensive was done with them.
 
-    `digest` names the content and what is read of it (`rule`); `tokens` is the expansion's length, 0 where it is not known yet.
+    `content` names the bytes, `digest` the bytes, what is read of them (`rule`) and how they are prepared. `tokens` is the
+    expansion's length, 0 where it is not known yet.
     """
 
     part: MediaPart
     source: Source
     data: bytes
+    content: NamedContent
     digest: str
     rule: Any
     shape: MediaShape | None
@@ -44,6 +49,10 @@ class Inspected:
     @property
     def kind(self) -> MediaKind:
         return KINDS[self.part.kind]
+
+
+_Key = tuple[str, Source]
+"""What a request may hold several times and is loaded once: a source of a kind."""
 
 
 class MediaLoader:
@@ -57,6 +66,7 @@ class MediaLoader:
         self._config = config
         self._modality = modality
         self._fetcher = Fetcher(config)
+        self._uuids = Uuids()
         self._cache: ContentCache[MediaItem] = ContentCache(config.cache_bytes, nbytes)
         if modality is Modality.MULTIMODAL:
             for kind in self._kinds:
@@ -69,17 +79,73 @@ class MediaLoader:
         alone, and before anything is decoded or encoded for what exceeds a limit.
         """
         sources = self.classify(parts)
-        contents = await self._fetcher.fetch_all(list(zip(parts, sources, strict=True)))
-        keys = [(part.kind, source) for part, source in zip(parts, sources, strict=True)]
-        inspected: dict[tuple[str, Source], Inspected] = {}
-        for part, key, data in zip(parts, keys, contents, strict=True):
-            if key not in inspected:
-                inspected[key] = await self._inspect(part, key[1], data)
-        media_tokens = sum(inspected[key].tokens for key in keys)
+        keys = self._keys(parts, sources)
+        known = self._known_items(parts, keys)
+        sent = [(part, source) for part, source in zip(parts, sources, strict=True) if not isinstance(source, Known)]
+        contents = await self._fetcher.fetch_all(sent)
+        inspected: dict[_Key, Inspected] = {}
+        for (part, source), data in zip(sent, contents, strict=True):
+            if (part.kind, source) not in inspected:
+                inspected[part.kind, source] = await self._inspect(part, source, data)
+        self._require_one_content_each(sent, inspected)
+        lengths = {key: each.tokens for key, each in inspected.items()} | {key: _length(item) for key, item in known.items()}
+        media_tokens = sum(lengths[key] for key in keys)
         require_room(budget.total(media_tokens), budget.context_length, with_media=media_tokens > 0)
         items = await all_or_none([self._item(each) for each in inspected.values()])
-        found = dict(zip(inspected, items, strict=True))
+        for part, source in sent:
+            if part.uuid is not None:
+                self._uuids.remember(part, inspected[part.kind, source].content)
+        found = {**known, **dict(zip(inspected, items, strict=True))}
         return [found[key] for key in keys]
+
+    def knows(self, part: MediaPart) -> bool:
+        """Whether this worker keeps what the uuid of `part` names."""
+        return self._find_known(part)[0] is not None
+
+    def _keys(self, parts: Sequence[MediaPart], sources: Sequence[Source]) -> list[_Key]:
+        """What each part stands for: of a uuid alone whose content is sent by another part of the request, that content."""
+        sent = {
+            (part.kind, part.uuid): source
+            for part, source in zip(parts, sources, strict=True)
+            if not isinstance(source, Known)
+        }
+        return [
+            (part.kind, sent.get((part.kind, part.uuid), source) if isinstance(source, Known) else source)
+            for part, source in zip(parts, sources, strict=True)
+        ]
+
+    def _find_known(self, part: MediaPart) -> tuple[MediaItem | None, str]:
+        """The item that the uuid of `part` names, or why there is none."""
+        content = self._uuids.find(part)
+        if content is None:
+            return None, uuids.UNKNOWN
+        if content.is_embedding_file and part.options:
+            return None, NOT_PREPARED
+        rule = KINDS[part.kind].rule(self._takes[part.kind].rule, part.options)
+        item = self._cache.find(_cache_key(part.kind, content, _name_of(content.digest, rule, part.options)))
+        return item, uuids.PREPARED_OTHERWISE if part.options else uuids.UNKNOWN
+
+    def _known_items(self, parts: Sequence[MediaPart], keys: Sequence[_Key]) -> dict[_Key, MediaItem]:
+        """The items of parts that are their uuids alone. Raises `PartFault` for one that names nothing here."""
+        found: dict[_Key, MediaItem] = {}
+        for part, key in zip(parts, keys, strict=True):
+            if isinstance(key[1], Known):
+                with at_part(part):
+                    item, why = self._find_known(part)
+                    if item is None:
+                        raise ClientFault(why)
+                    found[key] = item
+        return found
+
+    @staticmethod
+    def _require_one_content_each(
+        sent: Sequence[tuple[MediaPart, Source]], inspected: Mapping[_Key, Inspected]
+    ) -> None:
+        named: dict[tuple[str, str], NamedContent] = {}
+        for part, source in sent:
+            content = inspected[part.kind, source].content
+            if part.uuid is not None and named.setdefault((part.kind, part.uuid), content) != content:
+                raise PartFault(part.position, uuids.TWO_CONTENTS, kind=part.kind)
 
     def classify(self, parts: Sequence[MediaPart]) -> list[Source]:
         """What the parts refer to. Raises `ClientFault` for parts, or a number of parts, that this worker does not take."""
@@ -107,23 +173,26 @@ class MediaLoader:
             return await run_blocking(self._inspected, part, source, data)
 
     def _inspected(self, part: MediaPart, source: Source, data: bytes) -> Inspected:
-        if isinstance(source, EmbeddingFile):
-            return Inspected(part, source, data, digest_of(data), None, None, 0)
+        content = NamedContent(digest_of(data), isinstance(source, EmbeddingFile))
+        if content.is_embedding_file:
+            return Inspected(part, source, data, content, content.digest, None, None, 0)
         kind = KINDS[part.kind]
-        rule = kind.rule(self._takes[part.kind].rule, {})
+        rule = kind.rule(self._takes[part.kind].rule, part.options)
         shape = kind.inspect(data, rule, self._config)
-        tokens = self._engine.media_tokens(shape) if shape is not None else 0
-        return Inspected(part, source, data, _name_of(data, rule), rule, shape, tokens or 0)
+        tokens = self._engine.media_tokens(shape, part.options) if shape is not None else 0
+        name = _name_of(content.digest, rule, part.options)
+        return Inspected(part, source, data, content, name, rule, shape, tokens or 0)
 
     async def _item(self, media: Inspected) -> MediaItem:
         with at_part(media.part):
-            if isinstance(media.source, EmbeddingFile):
-                key = f"embeddings:{media.part.kind}:{media.digest}"
-                return await self._cache.get_or_compute(key, lambda: self._embeddings(media))
-            return await self._cache.get_or_compute(f"{media.part.kind}:{media.digest}", lambda: self._decoded(media))
+            load = self._embeddings if media.content.is_embedding_file else self._decoded
+            key = _cache_key(media.part.kind, media.content, media.digest)
+            return await self._cache.get_or_compute(key, lambda: load(media))
 
     async def _decoded(self, media: Inspected) -> MediaItem:
         decoded = await media.kind.decode(media.data, media.digest, media.shape, media.rule, self._config)
+        if media.part.options:
+            decoded = replace(decoded, options=media.part.options)
         return (await self._engine.encode([decoded]))[0] if self._encodes else decoded
 
     async def _embeddings(self, media: Inspected) -> MediaItem:
@@ -132,10 +201,20 @@ class MediaLoader:
         return self._engine.adopt_embeddings(media.part.kind, media.digest, loaded.tensors, loaded.auxiliary)
 
 
-def _name_of(data: bytes, rule: Any) -> str:
-    """What names the content of `data` and, where there is a rule, what of it is read."""
-    content = digest_of(data)
-    return content if rule is None else digest_of(f"{content} {rule!r}".encode())
+def _name_of(content: str, rule: Any, options: Mapping[str, Any]) -> str:
+    """The digest of a content together with what of it is read and how it is prepared, where these are not the only way."""
+    if rule is None and not options:
+        return content
+    return digest_of(f"{content} {rule!r} {json.dumps(options, sort_keys=True)}".encode())
+
+
+def _cache_key(kind: str, content: NamedContent, digest: str) -> str:
+    return f"embeddings:{kind}:{content.digest}" if content.is_embedding_file else f"{kind}:{digest}"
+
+
+def _length(item: MediaItem) -> int:
+    """Length of an item's expansion, 0 where its engine finds out."""
+    return len(item.token_ids) if isinstance(item, EncodedMedia) else 0
 
 
 def nbytes(item: MediaItem) -> int:

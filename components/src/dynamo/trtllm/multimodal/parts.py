@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from dynamo.trtllm.config import MediaConfig, Modality
@@ -22,6 +22,7 @@ EMBEDDING_SUFFIXES = frozenset({".pt", ".pth", ".bin", ".safetensors"})
 MAX_URL_CHARACTERS = 8192
 """Longest http, https or file URL; data URLs are bounded by `MediaConfig.max_file_bytes`."""
 
+NOT_PREPARED = "no processor prepares an embedding file: leave out mm_processor_kwargs"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _AROUND = " \t\r\n"
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
@@ -40,6 +41,13 @@ class MediaPart:
     position: int
     kind: str
     url: str = field(repr=False)
+    """Empty where the part is its uuid alone."""
+    uuid: str | None = None
+    """The client's own name for the content, among those of `tenant`."""
+    tenant: str | None = None
+    """Whose request it is (`cache_salt`): a uuid of one tenant means nothing to another."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The request's `mm_processor_kwargs`, checked, as far as they are for this kind."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,14 @@ class EmbeddingFile:
     suffix: str
 
 
-Source: TypeAlias = HttpSource | DataSource | MediaFile | EmbeddingFile
+@dataclass(frozen=True)
+class Known:
+    """A part that is its uuid alone: content that came with that uuid before."""
+
+    uuid: str
+
+
+Source: TypeAlias = HttpSource | DataSource | MediaFile | EmbeddingFile | Known
 
 
 @contextmanager
@@ -95,7 +110,12 @@ def classify(part: MediaPart, config: MediaConfig, modality: Modality = Modality
         if modality is Modality.TEXT or kind is None:
             serves = "text alone" if modality is Modality.TEXT else in_words(each.plural for each in KINDS.values())
             raise ClientFault(f"this worker takes no {plural_of(part.kind)}; it serves {serves}")
-        return _classify_url(part.url, kind, config)
+        if part.uuid is not None and not part.url:
+            return Known(part.uuid)
+        source = _classify_url(part.url, kind, config)
+        if part.options and isinstance(source, EmbeddingFile):
+            raise ClientFault(NOT_PREPARED)
+        return source
 
 
 def require_known_content(messages: object) -> None:

@@ -7,20 +7,22 @@ the next one in its order serves when the first is gone or has too much to do.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
-from dynamo.trtllm.errors import ClientFault, PeerFault, PeerUnavailable
+from dynamo.trtllm.errors import ClientFault, PartFault, PeerFault, PeerUnavailable
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.kinds.registry import require_counts
 from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart, at_part, reference_of
+from dynamo.trtllm.multimodal.uuids import TWO_CONTENTS
 from dynamo.trtllm.peers.client import PeerClient, first_answer
 from dynamo.trtllm.peers.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.transfer.port import Transfer
@@ -80,12 +82,14 @@ class RemoteEncoder:
         require_counts((part.kind for part in parts), self._media)
 
     async def _items(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None) -> list[MediaItem]:
-        keys = [(part.kind, reference_of(part.url)) for part in parts]
-        first: dict[tuple[str, str], MediaPart] = {}
+        keys = _keys_of(parts)
+        first: dict[_Key, MediaPart] = {}
         for part, key in zip(parts, keys, strict=True):
-            first.setdefault(key, part)
+            if key not in first or not first[key].url:
+                first[key] = part
         items = await all_or_none([self._item(part, budget, context) for part in first.values()])
         found = dict(zip(first, items, strict=True))
+        _require_one_content_each(first.values(), items)
         return [found[key] for key in keys]
 
     async def _item(self, part: MediaPart, budget: TokenBudget, context: Context | None) -> MediaItem:
@@ -95,7 +99,7 @@ class RemoteEncoder:
             with self._counted(instance):
                 return await self._ask(instance, part, budget, context, seconds)
 
-        return await first_answer("encode", self._candidates(part.url), self._timeout_s, ask, self._count_retry)
+        return await first_answer("encode", self._candidates(part), self._timeout_s, ask, self._count_retry)
 
     def _count_retry(self) -> None:
         self._retries += 1
@@ -105,7 +109,14 @@ class RemoteEncoder:
     ) -> MediaItem:
         end = time.monotonic() + timeout_s
         request = EncodeRequest(
-            items=(EncodeItem(kind=part.kind, position=part.position, url=part.url),),
+            items=(EncodeItem(
+                    kind=part.kind,
+                    position=part.position,
+                    url=part.url,
+                    uuid=part.uuid,
+                    tenant=part.tenant,
+                    options=part.options,
+                ),),
             text_tokens=budget.text_tokens,
             context_length=budget.context_length,
         )
@@ -131,12 +142,18 @@ class RemoteEncoder:
         received = await self._transfer.fetch(item.transfer, max(timeout_s, 0.001), copy=True)
         return EncodedMedia(item.kind, item.digest, received.tensors, item.token_ids, item.extras)
 
-    def _candidates(self, reference: str) -> list[int]:
-        """Live instances, best first: by rendezvous hash, those that carry much more than their share last."""
+    def _candidates(self, part: MediaPart) -> list[int]:
+        """Live instances, best first: by rendezvous hash, those that carry much more than their share last.
+
+        What has a uuid goes by that and nothing else, since a later request with the uuid alone has to find the same instance.
+        """
         instances = self._client.instances()
+        reference = part.url if part.uuid is None else json.dumps([part.tenant, part.kind, part.uuid])
         ends = f"{len(reference)} {reference[:_HASHED_ENDS]} {reference[-_HASHED_ENDS:]}"
         digest = hashlib.sha256(ends.encode(errors="surrogatepass")).digest()
         ranked = sorted(instances, key=lambda each: hashlib.sha256(digest + each.to_bytes(8, "little")).digest())
+        if part.uuid is not None:
+            return ranked
         share = sum(self._load[each] for each in instances) / max(1, len(instances))
         return sorted(ranked, key=lambda each: self._load[each] > 2 * share + _SPARE_LOAD)
 
@@ -149,3 +166,23 @@ class RemoteEncoder:
             self._load[instance] -= 1
             if not self._load[instance]:
                 del self._load[instance]
+
+
+_Key = tuple[str, str, str | None]
+"""Parts of one key are one item: kind, reference, and the uuid that names it."""
+
+
+def _keys_of(parts: Sequence[MediaPart]) -> list[_Key]:
+    """A part that is its uuid alone has the key of one of the same request that brings the content."""
+    sent = {(part.kind, part.uuid): reference_of(part.url) for part in parts if part.url}
+    return [
+        (part.kind, reference_of(part.url) or (part.uuid and sent.get((part.kind, part.uuid))) or "", part.uuid)
+        for part in parts
+    ]
+
+
+def _require_one_content_each(parts: Iterable[MediaPart], items: Sequence[MediaItem]) -> None:
+    named: dict[tuple[str, str], str] = {}
+    for part, item in zip(parts, items, strict=True):
+        if part.uuid is not None and named.setdefault((part.kind, part.uuid), item.digest) != item.digest:
+            raise PartFault(part.position, TWO_CONTENTS, kind=part.kind)

@@ -19,12 +19,20 @@ class FilesApart:
 
     async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
         """As `RemoteEncoder.load`; a request with pictures and files gets both, in its order."""
-        files = [part for part in parts if names_embedding_file(part)]
+        sent = {(part.kind, part.uuid): names_embedding_file(part) for part in parts if part.url}
+        files = [part for part in parts if self._is_apart(part, sent)]
         pictures = [part for part in parts if part not in files]
         loaded = await self._files.load(files, budget, context) if files else []
         loaded += await self._here.load(pictures, budget, context) if pictures else []
         by_position = {part.position: item for part, item in zip([*files, *pictures], loaded, strict=True)}
         return [by_position[part.position] for part in parts]
+
+    def _is_apart(self, part: MediaPart, sent: Mapping[tuple[str, str | None], bool]) -> bool:
+        """Whether `part` is a file. One that is its uuid alone goes where its content goes (`sent`), or went before."""
+        if part.uuid is None or part.url:
+            return names_embedding_file(part)
+        found = sent.get((part.kind, part.uuid))
+        return not self._here.knows(part) if found is None else found
 
     def stats(self) -> Mapping[str, float]:
         files = self._files.stats()

@@ -121,6 +121,9 @@ class EncodeItem(Message):
     kind: str
     position: int
     url: str
+    uuid: str | None = None
+    tenant: str | None = None
+    options: Mapping[str, Any] = {}
 
 
 class EncodeRequest(Message):

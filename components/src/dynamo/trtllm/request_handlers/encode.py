@@ -33,7 +33,7 @@ class EncodeHandler(HandlerBase):
             yield {"token_ids": [], "finish_reason": "stop"}
             return
         request = EncodeRequest.parse(raw, "calling")
-        parts = [MediaPart(item.position, item.kind, item.url) for item in request.items]
+        parts = [MediaPart(item.position, item.kind, item.url, item.uuid, item.tenant, item.options) for item in request.items]
         items = await self._loader.load(parts, TokenBudget(request.text_tokens, request.context_length))
         offers: list[Offer] = []
         with withdrawn_on_failure(offers):

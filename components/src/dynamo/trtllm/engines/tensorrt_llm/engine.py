@@ -157,7 +157,7 @@ class TensorRTLLMEngine(Engine):
                     if not failed:
                         abort(result)
 
-    def media_tokens(self, shape: MediaShape) -> int | None:
+    def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
         return None
 
     async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:

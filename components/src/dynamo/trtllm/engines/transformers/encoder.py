@@ -39,8 +39,10 @@ class ImageEncoder:
 
     def preprocess(self, item: DecodedImage) -> PixelInputs:
         """Resize and normalise. Raises `ClientFault` for an image whose shape the model does not take."""
+        processor = self._loaded.processor.image_processor
+        asked = self._family.image_call(processor, item.options).preparing
         try:
-            output = self._loaded.processor.image_processor(images=[item.image], return_tensors="pt", **self._processor_options())
+            output = processor(images=[item.image], return_tensors="pt", **self._processor_options(), **asked)
         except (ValueError, ZeroDivisionError) as error:
             size = f"{item.image.width} x {item.image.height}"
             raise ClientFault(f"this model cannot take an image of {size} pixels; use a larger or less elongated one") from error
@@ -77,17 +79,19 @@ class ImageEncoder:
         rows = int(levels[0].shape[0])
         return EncodedMedia("image", digest, tensors, self._family.expand(self._image, rows, extras), extras)
 
-    def tokens_of(self, width: int, height: int) -> int | None:
+    def tokens_of(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
         """Length of the expansion of an image of that size, or None when its shape is not one that the model takes."""
-        rows = self._rows_of(width, height)
+        rows = self._rows_of(width, height, options)
         if rows is None:
             return None
         return rows + len(self._image.begin) + (len(self._image.end) if self._image.row_end is None else 0)
 
-    def _rows_of(self, width: int, height: int) -> int | None:
+    def _rows_of(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
         """Tokens as the processor counts them: rows of features, with the breaks between them where a model has such."""
+        processor = self._loaded.processor
+        asked = self._family.image_call(processor.image_processor, options).counting
         try:
-            counts = self._loaded.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width)], **asked)
         except (ValueError, ZeroDivisionError):
             return None
         return int(counts.num_image_tokens[0])
@@ -125,7 +129,7 @@ class ImageEncoder:
         """Models with one size for all images take no other number of rows."""
         if self._family.size_key is not None:
             return
-        expected = self._rows_of(self._image.patch, self._image.patch)
+        expected = self._rows_of(self._image.patch, self._image.patch, {})
         if expected is not None and rows != expected:
             raise ClientFault(f"this model takes {expected} rows of embeddings per image, not {rows}")
 

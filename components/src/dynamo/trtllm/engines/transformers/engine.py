@@ -88,7 +88,7 @@ class TransformersEngine(Engine):
             total_kv_blocks=self._total_blocks,
             max_num_seqs=options.max_batch_size,
             max_num_batched_tokens=options.max_num_tokens,
-            media={"image": MediaInput(placeholder_id=loaded.image.placeholder)} if loaded.image else {},
+            media=self._media(loaded),
             encodes_apart=self._encoder is not None,
             hidden_size=loaded.hidden_size if self._encoder else None,
             extras={
@@ -103,6 +103,12 @@ class TransformersEngine(Engine):
                 "image_token_id": loaded.image.feature if loaded.image else None,
             },
         )
+
+    def _media(self, loaded: LoadedModel) -> dict[str, MediaInput]:
+        if loaded.image is None or loaded.family is None:
+            return {}
+        options = loaded.family.image_options(loaded.image, self._context_length)
+        return {"image": MediaInput(placeholder_id=loaded.image.placeholder, options=options)}
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         return self._stream(request, lambda: self._sequence(request, Stage.GENERATE))
@@ -137,8 +143,9 @@ class TransformersEngine(Engine):
         sequence.last_token, sequence.output = first.token_ids[0], 1
         return sequence
 
-    def media_tokens(self, shape: MediaShape) -> int | None:
-        return self._require_encoder().tokens_of(*shape.sizes)
+    def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
+        width, height = shape.sizes
+        return self._require_encoder().tokens_of(width, height, options)
 
     async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
         encoder, worker = self._require_encoder(), self._require_worker()

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from dynamo.trtllm.engines.port import ProcessorOption
 from dynamo.trtllm.errors import ClientFault
 
 Extras = Mapping[str, Any]
+Options = Mapping[str, Any]
+"""A request's `mm_processor_kwargs` for one kind, checked by the `ProcessorOption`s of its family."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,22 @@ class ImageTokens:
     """Pixels per side of a patch."""
 
 
+class ProcessorCall(NamedTuple):
+    """What options become in calls of Transformers' processor: `preparing` of the image processor itself, `counting` of
+    `_get_num_multimodal_tokens`, which reads the same under names of its own."""
+
+    preparing: Mapping[str, Any]
+    counting: Mapping[str, Any]
+
+
+def _no_options(tokens: ImageTokens, context_length: int) -> dict[str, ProcessorOption]:
+    return {}
+
+
+def _plain_call(processor: Any, options: Options) -> ProcessorCall:
+    return ProcessorCall({}, {})
+
+
 @dataclass(frozen=True)
 class Family:
     """One family. `tokens(config, processor)` reads the ids; `expand(tokens, rows, extras)` is the image in the prompt."""
@@ -51,6 +70,10 @@ class Family:
     """The processor output that says how an image was cut."""
     levels: Callable[[Any], int] = lambda config: 0
     """Feature levels beside the first (deepstack)."""
+    image_options: Callable[[ImageTokens, int], Mapping[str, ProcessorOption]] = _no_options
+    """Keys of `mm_processor_kwargs` for images; the second argument is the context length."""
+    image_call: Callable[[Any, Options], ProcessorCall] = _plain_call
+    """How those keys are said to the image processor, the first argument."""
 
 
 def _repeat(tokens: ImageTokens, rows: int, extras: Extras) -> tuple[int, ...]:
@@ -106,6 +129,43 @@ def _integers(key: str, value: Any, count: int) -> list[int]:
     return list(value)
 
 
+def _pixel_options(tokens: ImageTokens, context_length: int) -> dict[str, ProcessorOption]:
+    """Bounds of an image's pixels after resizing: from one row of features to as many as the context holds."""
+    cell = (tokens.patch * tokens.merge) ** 2
+    pixels = ProcessorOption(least=cell, most=cell * context_length)
+    edges = ProcessorOption(fields={"shortest_edge": pixels, "longest_edge": pixels})
+    return {"min_pixels": pixels, "max_pixels": pixels, "size": edges}
+
+
+def _pixel_call(processor: Any, options: Options) -> ProcessorCall:
+    """`shortest_edge` and `longest_edge` are the least and the most pixels, whatever their names say
+    (`Qwen2VLImageProcessor`, Transformers 5.24); `min_pixels` and `max_pixels` are older names of them."""
+    if not options:
+        return ProcessorCall({}, {})
+    given = {**options.get("size", {})}
+    for name, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if older in options:
+            given[name] = options[older]
+    if given.get("shortest_edge", 0) > given.get("longest_edge", math.inf):
+        raise ClientFault("mm_processor_kwargs ask for more pixels at least than at most")
+    size = {name: given.get(name, processor.size[name]) for name in ("shortest_edge", "longest_edge")}
+    return ProcessorCall(
+        {"size": size}, {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    )
+
+
+def _edge_options(tokens: ImageTokens, context_length: int) -> dict[str, ProcessorOption]:
+    """Pixtral's: the longest side in pixels, up to a square image that fills the context."""
+    cell = tokens.patch * tokens.merge
+    edge = ProcessorOption(least=cell, most=cell * max(1, math.isqrt(context_length)))
+    return {"size": ProcessorOption(fields={"longest_edge": edge})}
+
+
+def _edge_call(processor: Any, options: Options) -> ProcessorCall:
+    size = dict(options.get("size", {}))
+    return ProcessorCall({"size": size}, {"size": size}) if size else ProcessorCall({}, {})
+
+
 def _qwen_tokens(config: Any, processor: Any) -> ImageTokens:
     vision = config.vision_config
     image = config.image_token_id
@@ -134,6 +194,8 @@ _QWEN: dict[str, Any] = {
     "adopt": _adopt_grid,
     "grid": True,
     "size_key": "image_grid_thw",
+    "image_options": _pixel_options,
+    "image_call": _pixel_call,
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -142,7 +204,15 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_vl": Family("Qwen3-VL", **_QWEN, levels=lambda config: len(config.vision_config.deepstack_visual_indexes)),
     "llava": Family("LLaVA", _llava_tokens, _repeat, _no_extras),
     "llava_next": Family("LLaVA-NeXT", _llava_tokens, _repeat, _no_extras, size_key="image_sizes"),
-    "mistral3": Family("Mistral 3", _mistral3_tokens, _by_rows, _adopt_size, size_key="image_sizes"),
+    "mistral3": Family(
+        "Mistral 3",
+        _mistral3_tokens,
+        _by_rows,
+        _adopt_size,
+        size_key="image_sizes",
+        image_options=_edge_options,
+        image_call=_edge_call,
+    ),
     "gemma3": Family("Gemma 3", _gemma3_tokens, _repeat, _no_extras, mutual=True),
 }
 """By the configuration's `model_type`."""
