@@ -109,7 +109,7 @@ class World:
         self.config = replace(config, engine=replace(config.engine, model_path="/models/m"))
         fake: Any = self.runtime
         self.service = Service(fake, self.config, self.engine, INFO)
-        self.egress = Egress(NoHandler(), on_dead=self.service.engine_died)
+        self.egress = Egress(NoHandler(), on_dead=self.service.died)
         self.registered: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     async def drained(self) -> None:
@@ -132,7 +132,8 @@ class World:
     running: asyncio.Task[int]
 
     def run(self) -> asyncio.Task[int]:
-        return asyncio.create_task(self.service.run(self.egress, WorkerMetrics(self.egress), self.drained))
+        metrics = WorkerMetrics(self.egress)
+        return asyncio.create_task(self.service.run(self.egress, metrics, self.drained, self.engine.check_health))
 
 
 @pytest.fixture
@@ -193,8 +194,8 @@ async def test_draining_waits_for_requests_in_flight(world: World) -> None:
 async def test_a_dead_engine_ends_the_process_with_an_error_once_and_without_grace(world: World) -> None:
     running = world.run()
     await world.runtime.made.served.wait()
-    world.service.engine_died(EngineDead("the engine died"))
-    world.service.engine_died(EngineDead("the engine died"))
+    world.service.died(EngineDead("the engine died"))
+    world.service.died(EngineDead("the engine died"))
     assert await running == 1
     assert (world.grace_s, world.last_resorts_s) == ([0.0], [5.0])
 
@@ -213,7 +214,7 @@ class Waiting:
 async def ask_waiting(world: World, count: int) -> list[asyncio.Task[Any]]:
     """So many requests in flight that nothing answers."""
     handler = Waiting()
-    world.egress = Egress(handler, on_dead=world.service.engine_died)
+    world.egress = Egress(handler, on_dead=world.service.died)
     world.running = world.run()
     await world.runtime.made.served.wait()
     serve = world.egress.serve
@@ -241,7 +242,7 @@ async def test_an_engine_that_dies_while_the_worker_drains_ends_its_requests_too
     asked = await ask_waiting(world, 2)
     signal.raise_signal(signal.SIGTERM)
     await until(lambda: bool(world.grace_s))
-    world.service.engine_died(EngineDead("the engine died"))
+    world.service.died(EngineDead("the engine died"))
     assert {str(await outcome(each)) for each in asked} == {"the engine died"}
     assert await world.running == 1
     assert world.last_resorts_s == [65.0, 5.0]

@@ -62,8 +62,16 @@ class EngineFault(WorkerError):
     """The engine failed this request and serves on (500)."""
 
 
-class EngineDead(WorkerError):
-    """The engine is gone: running requests end with a 503 and the process exits."""
+class WorkerDead(WorkerError):
+    """This process can serve nothing any more: running requests end with a 503 and it exits."""
+
+
+class EngineDead(WorkerDead):
+    """The engine is gone."""
+
+
+class TransferDead(WorkerDead):
+    """Nothing can be handed over any more: the transfer's library does not return."""
 
 
 class ShuttingDown(WorkerError):
@@ -94,7 +102,7 @@ def to_dynamo(error: BaseException) -> BaseException:
         (PeerTimeout, dynamo.ConnectionTimeout),
         (PeerFault, dynamo.CannotConnect),
         (Overloaded, dynamo.ConnectionTimeout),
-        (EngineDead, dynamo.EngineShutdown),
+        (WorkerDead, dynamo.EngineShutdown),
         (ShuttingDown, dynamo.EngineShutdown),
         (RequestCancelled, dynamo.Cancelled),
     )

@@ -92,7 +92,7 @@ async def serve(config: WorkerConfig) -> int:
         egress = Egress(
             handler,
             push=config.runtime.push_egress,
-            on_dead=service.engine_died,
+            on_dead=service.died,
             stops=StopStrings(config.engine.model_path),
             on_told=quiet.hide,
         )
@@ -103,4 +103,4 @@ async def serve(config: WorkerConfig) -> int:
         # Modules and model live as long as the process: without them a full collection is short, and stalls no request.
         gc.collect()
         gc.freeze()
-        return await service.run(egress, metrics, handler.drained)
+        return await service.run(egress, metrics, handler.drained, handler.check_health)

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 from dynamo.trtllm.core import Context
 from dynamo.trtllm.errors import (
     ClientFault,
-    EngineDead,
     EngineFault,
     Overloaded,
     PeerTimeout,
     RequestCancelled,
+    WorkerDead,
     WorkerError,
     to_dynamo,
 )
@@ -190,7 +190,7 @@ class Egress:
         self,
         handler: Handler,
         *,
-        on_dead: Callable[[EngineDead], None],
+        on_dead: Callable[[WorkerDead], None],
         push: bool = True,
         stall_deadline_s: float = STALL_DEADLINE_S,
         stops: StopStrings | None = None,
@@ -348,7 +348,7 @@ class Egress:
             logger.info("request %s refused: %s", context.id(), error.message)
             return "refused"
         trace = _traceback_of(error)
-        if isinstance(error, EngineDead):
+        if isinstance(error, WorkerDead):
             trace = trace if self._ended_by is None else None  # of all that a dead engine ends, once
             self._on_dead(error)
         if isinstance(error, (PeerTimeout, Overloaded)):
@@ -375,7 +375,7 @@ class _Accounted:
 
 def _traceback_of(error: Exception) -> BaseException | None:
     """Where a failure of this worker itself came from; what a peer or a deadline did is said by one line."""
-    if isinstance(error, WorkerError) and not isinstance(error, (EngineFault, EngineDead)):
+    if isinstance(error, WorkerError) and not isinstance(error, (EngineFault, WorkerDead)):
         return None
     return error.__cause__ or error
 

@@ -19,7 +19,7 @@ class AggregatedHandler(HandlerBase):
     def __init__(
         self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer | None = None
     ) -> None:
-        super().__init__(engine, info)
+        super().__init__(engine, info, transfer)
         self._processor = processor
         self._transfer = transfer
 

@@ -28,7 +28,7 @@ class DecodeHandler(HandlerBase):
     """
 
     def __init__(self, engine: Engine, info: EngineInfo, transfer: Transfer, prefill: PrefillPeers) -> None:
-        super().__init__(engine, info)
+        super().__init__(engine, info, transfer)
         self._transfer = transfer
         self._prefill = prefill
         self._prefilled_again = 0

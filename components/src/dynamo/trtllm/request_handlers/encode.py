@@ -20,7 +20,7 @@ class EncodeHandler(HandlerBase):
     """Called by prefill and aggregated workers, never by the frontend. Replies once."""
 
     def __init__(self, engine: Engine, info: EngineInfo, loader: MediaLoader, transfer: Transfer) -> None:
-        super().__init__(engine, info)
+        super().__init__(engine, info, transfer)
         self._loader = loader
         self._transfer = transfer
 

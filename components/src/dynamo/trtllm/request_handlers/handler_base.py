@@ -21,9 +21,10 @@ from dynamo.trtllm.transfer.port import Offer, Transfer
 class HandlerBase(ABC):
     """A role's handler. Holds no state of single requests."""
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, transfer: Transfer | None = None) -> None:
         self._engine = engine
         self._info = info
+        self._needed_transfer = transfer
 
     @abstractmethod
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
@@ -35,6 +36,12 @@ class HandlerBase(ABC):
     def stats(self) -> Mapping[str, float]:
         """Gauges of this role for the metrics page."""
         return {}
+
+    async def check_health(self) -> None:
+        """Return at once while this role can serve; raise `WorkerDead` when it never will again."""
+        await self._engine.check_health()
+        if self._needed_transfer is not None:
+            self._needed_transfer.check_health()
 
     async def drained(self) -> None:
         """Return when nothing that other workers still need is held here."""

@@ -21,7 +21,7 @@ class PrefillHandler(HandlerBase):
     """Offers each request's KV cache to whoever decodes it; it is freed on acknowledgement or after its time to live."""
 
     def __init__(self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer) -> None:
-        super().__init__(engine, info)
+        super().__init__(engine, info, transfer)
         self._processor = processor
         self._transfer = transfer
 

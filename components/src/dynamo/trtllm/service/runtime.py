@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 
 from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
-from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerError
+from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerDead, WorkerError
 from dynamo.trtllm.frontend.endpoint import Egress
 from dynamo.trtllm.metrics import WorkerMetrics
 from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
@@ -85,7 +85,7 @@ class Service:
         self._endpoint: Endpoint = runtime.endpoint(config.runtime.endpoint)
         self._shutdown: asyncio.Task[None] | None = None
         self._presence: asyncio.Task[None] | None = None
-        self._death: EngineDead | None = None
+        self._death: WorkerDead | None = None
         self._exit_code = 0
         self._card: ModelRuntimeConfig | None = None
         self._publishers: list[Republished] = []
@@ -95,11 +95,17 @@ class Service:
         """This worker's id in discovery."""
         return int(self._endpoint.connection_id())
 
-    async def run(self, egress: Egress, metrics: WorkerMetrics, drained: Callable[[], Any]) -> int:
+    async def run(
+        self,
+        egress: Egress,
+        metrics: WorkerMetrics,
+        drained: Callable[[], Any],
+        check_health: Callable[[], Awaitable[None]],
+    ) -> int:
         """Register, serve until a signal or the engine's death, and return the exit code."""
-        self._egress, self._drained = egress, drained
+        self._egress, self._drained, self._check_health = egress, drained, check_health
         metrics.expose(self._endpoint, self._config)
-        health = asyncio.create_task(self._watch_engine(), name="engine-health")
+        health = asyncio.create_task(self._watch_health(), name="engine-health")
         try:
             await self._register_first()
             self._presence = asyncio.create_task(self._watch_discovery(), name="presence")
@@ -118,11 +124,12 @@ class Service:
                 self._presence.cancel()
         return self._exit_code
 
-    def engine_died(self, error: EngineDead) -> None:
-        """The one place that decides that the process ends because of its engine: every request ends at once."""
+    def died(self, error: WorkerDead) -> None:
+        """The one place that decides that the process ends because it can serve nothing any more: every request ends at once."""
         if self._death is not None:
             return
-        logger.critical("the engine is dead, leaving: %s", error)
+        part = "engine" if isinstance(error, EngineDead) else "transfer"
+        logger.critical("the %s is dead, leaving: %s", part, error)
         self._death = error
         self._exit_code = EXIT_FAILED
         self._egress.end_all(error)
@@ -204,13 +211,13 @@ class Service:
             exit_after(_DRAIN_AND_CLOSE_S)
             self._begin_shutdown(grace_s=0.0)
 
-    async def _watch_engine(self) -> None:
+    async def _watch_health(self) -> None:
         while True:
             await asyncio.sleep(_HEALTH_INTERVAL_S)
             try:
-                await self._engine.check_health()
-            except EngineDead as error:
-                self.engine_died(error)
+                await self._check_health()
+            except WorkerDead as error:
+                self.died(error)
                 return
             except WorkerError as error:
                 logger.warning("health check: %s", error)
@@ -250,7 +257,7 @@ class Service:
         finally:
             self._egress.end_all(ShuttingDown("this worker is shutting down"))
 
-    async def _let_go(self, death: EngineDead) -> None:
+    async def _let_go(self, death: WorkerDead) -> None:
         """End requests that wait as they clean up; give other workers half of the grace to read what is held."""
         for _ in range(_CANCELS):
             with suppress(asyncio.TimeoutError):

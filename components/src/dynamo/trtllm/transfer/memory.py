@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+import logging
+import math
+from collections.abc import Callable, Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dynamo.trtllm.config import MEBIBYTE
-from dynamo.trtllm.errors import LimitFault, StartupError
+from dynamo.trtllm.errors import LimitFault, Overloaded, StartupError
 from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES, TransferDescriptor
 from dynamo.trtllm.transfer.pool import Pool, Segment, Slots, round_up
 from dynamo.trtllm.transfer.transport import INLINE_COPY_BYTES, Transport
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -24,8 +28,8 @@ MAX_OWN_REGISTRATIONS = 4
 class Memory:
     """One pool for each device, those of CUDA devices made when first used, and memory of its own for what is larger.
 
-    State shared by requests, touched on the event loop only: the pools, and `_own` (the pool of each large object, and the
-    slot that it takes up).
+    State shared by requests, touched on the event loop only: the pools, `_making` (pools that are being registered, by device),
+    and `_own` (the pool of each large object, and the slot that it takes up).
     """
 
     def __init__(self, transport: Transport, *, pool_bytes: int, max_object_bytes: int, stage_cuda_on_host: bool) -> None:
@@ -34,16 +38,16 @@ class Memory:
         self._max_object_bytes = max_object_bytes
         self._stage_cuda_on_host = stage_cuda_on_host
         self._pools: dict[str, Pool] = {}
-        self._pools_lock = asyncio.Lock()
+        self._making: dict[str, asyncio.Task[Pool]] = {}
         self._own: dict[Pool, int] = {}
         self._own_slots = Slots(MAX_OWN_REGISTRATIONS)
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._settled = False
 
     async def open(self) -> None:
         """Reserve and register the pool in this process's ordinary memory. Raises `StartupError`."""
         try:
-            await self._pool_for("cpu")
+            await self._pool_for("cpu", math.inf)
         except RuntimeError as error:  # what torch raises where there is no memory
             size = f"{self._pool_bytes / MEBIBYTE:g} MB"
             raise StartupError(f"no memory for a transfer pool of {size}: lower --transfer-pool-mb") from error
@@ -85,10 +89,9 @@ class Memory:
         """
         if nbytes > self._max_object_bytes:
             raise LimitFault("the data of this request is too large to hand to another worker")
-        left_s = end - asyncio.get_running_loop().time()
         if nbytes > self._pool_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES:
-            return await self._allocate_own(device, nbytes, left_s)
-        pool = self._pools.get(device) or await self._pool_for(device)
+            return await self._allocate_own(device, nbytes, end)
+        pool = self._pools.get(device) or await self._pool_for(device, end)
         return await pool.allocate(nbytes, end - asyncio.get_running_loop().time())
 
     def free(self, segment: Segment) -> None:
@@ -98,9 +101,7 @@ class Memory:
         pool = segment.pool
         pool.free(segment)
         if pool in self._own:
-            task = asyncio.ensure_future(self._drop_own(pool, self._own.pop(pool)))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._in_background(self._drop_own(pool, self._own.pop(pool)))
 
     @property
     def waiting(self) -> int:
@@ -120,11 +121,20 @@ class Memory:
     def _all(self) -> tuple[Pool, ...]:
         return (*self._pools.values(), *self._own)
 
-    async def _pool_for(self, device: str) -> Pool:
-        async with self._pools_lock:
-            if device not in self._pools:
-                self._pools[device] = await self._make_pool(device, self._pool_bytes)
+    async def _pool_for(self, device: str, end: float) -> Pool:
+        """The pool of `device`. It is made once, whoever of those that wait for it leaves meanwhile."""
+        if device not in self._pools:
+            if device not in self._making:
+                self._making[device] = self._in_background(self._add_pool(device))
+            await _until(self._making[device], end)
+        return self._pools[device]
+
+    async def _add_pool(self, device: str) -> Pool:
+        try:
+            self._pools[device] = await self._make_pool(device, self._pool_bytes)
             return self._pools[device]
+        finally:
+            del self._making[device]
 
     async def _make_pool(self, device: str, nbytes: int) -> Pool:
         import torch
@@ -133,21 +143,51 @@ class Memory:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         return Pool(memory, await self._transport.register(memory))
 
-    async def _allocate_own(self, device: str, nbytes: int, timeout_s: float) -> Segment:
-        slot = await self._own_slots.take(timeout_s)
+    async def _allocate_own(self, device: str, nbytes: int, end: float) -> Segment:
+        slot = await self._own_slots.take(end - asyncio.get_running_loop().time())
+        making = self._in_background(self._make_pool(device, round_up(nbytes)))
         try:
-            pool = await self._make_pool(device, round_up(nbytes))
+            pool = await _until(making, end)
         except BaseException:
-            self._own_slots.give_back(slot)
+            self._in_background(self._drop_unused(making, slot))
             raise
         self._own[pool] = slot
         return await pool.allocate(nbytes, 0.0)
 
+    async def _drop_unused(self, making: asyncio.Task[Pool], slot: int) -> None:
+        """Undo a registration that nobody waits for any more, when it has ended."""
+        (made,) = await asyncio.gather(making, return_exceptions=True)
+        if isinstance(made, Pool):
+            await self._drop_own(made, slot)
+        else:
+            self._own_slots.give_back(slot)
+
     async def _drop_own(self, pool: Pool, slot: int) -> None:
         try:
             await self._transport.unregister(pool.registration)
+        except Exception:
+            logger.exception("the memory of a large object could not be given back")
         finally:
             self._own_slots.give_back(slot)
+
+    def _in_background(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at by whoever waited, if anybody still does
+
+
+async def _until(task: asyncio.Task[Result], end: float) -> Result:
+    """The result of `task`, which goes on without a caller that leaves. Raises `Overloaded` after the loop's time `end`."""
+    await asyncio.wait({task}, timeout=None if end == math.inf else max(end - asyncio.get_running_loop().time(), 0.0))
+    if not task.done():
+        raise Overloaded("memory for the transfer could not be registered in time; try again later")
+    return task.result()
 
 
 async def copy_bytes(nbytes: int, work: Callable[[], Result]) -> Result:

@@ -81,6 +81,10 @@ class NixlTransport(Transport):
     def offered(self) -> None:
         self._require_thread().expect_arrival()
 
+    def check_health(self) -> None:
+        if self._thread is not None:
+            self._thread.check_health()
+
     def _require_thread(self) -> AgentThread:
         if self._thread is None:
             raise RuntimeError("the transfer is not started")

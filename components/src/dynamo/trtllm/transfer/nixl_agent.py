@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from dynamo.trtllm.errors import PeerFault, StartupError
 from dynamo.trtllm.transfer.descriptor import PeerIdentity
-from dynamo.trtllm.transfer.transport import ConnectionLost, Place
+from dynamo.trtllm.transfer.transport import ConnectionLost, MemoryLost, Place
 
 Operation = Literal["READ", "WRITE"]
 Tell = Callable[..., None]
@@ -29,6 +29,8 @@ SPIN_S = 50e-6
 """A move that ends within this is waited for at once; the kernel's timers are no finer."""
 MAX_PEERS = 1024
 """Connections that are kept; the one unused for longest goes first."""
+RELEASE_PAUSE_S = 0.02
+"""Shortest pause between two attempts to take back what the library would not let go of."""
 
 
 @dataclass(eq=False)
@@ -37,11 +39,17 @@ class _Move:
     handle: Any
     posted: float
     finished: asyncio.Future[None]
+    given_up: float | None = None
+    """When it was given up; from then on only the library's handle is waited for."""
+    next_try: float = 0.0
 
 
 class Agent:
-    """The library's agent by the name `name`. A move that has not ended after `abandon_after_s` is given up together with the
-    connection to its peer. Futures are completed through `tell`.
+    """The library's agent by the name `name`. Futures are completed through `tell`.
+
+    A move that has not ended after `abandon_after_s` is given up together with the connection to its peer. Until the library
+    has let go of it, its bytes may still arrive; if that takes as long again, it fails with `MemoryLost`. Whatever a call of the
+    library raises for one move says nothing about the others.
     """
 
     def __init__(self, name: str, abandon_after_s: float, tell: Tell) -> None:
@@ -49,9 +57,10 @@ class Agent:
         self._abandon_after_s = abandon_after_s
         self._tell = tell
         self._agent = _make_agent(name)
-        self._registrations: dict[int, Any] = {}
+        self._registrations: dict[int, tuple[Any, Any]] = {}
         self._peers: dict[str, PeerIdentity] = {}
         self._moves: list[_Move] = []
+        self._given_up: list[_Move] = []
         self.metadata = self._current_metadata()
         """Base64 of what peers need to read all memory registered so far. Read from any thread."""
 
@@ -67,14 +76,19 @@ class Agent:
 
             torch.cuda.set_device(memory.device)
         registration = self._agent.register_memory(memory)
-        self._registrations[id(registration)] = registration
-        self.metadata = self._current_metadata()
+        # With the memory itself: it must not be freed before the library has let go of it.
+        self._registrations[id(registration)] = (registration, memory)
+        try:
+            self.metadata = self._current_metadata()
+        except Exception:
+            self.unregister(registration)
+            raise
         return registration
 
     def unregister(self, registration: Any) -> None:
         """Undo `register`."""
-        self._registrations.pop(id(registration))
         self._agent.deregister_memory(registration)
+        del self._registrations[id(registration)]
         self.metadata = self._current_metadata()
 
     def knows(self, peer: PeerIdentity) -> bool:
@@ -83,9 +97,10 @@ class Agent:
         return known is not None and known.metadata == peer.metadata
 
     def post(self, operation: Operation, peer: PeerIdentity, there: Place, here: Place, finished: asyncio.Future[None]) -> None:
-        """Start a move. `finished` completes when the transport will not touch `here` any more."""
+        """Start a move. `finished` completes when the transport will not touch `here` any more; see `Transport.read`."""
         from nixl._bindings import nixlNotFoundError
 
+        move: _Move | None = None
         try:
             agent = self._require_peer(peer)
             handle = self._agent.initialize_xfer(operation, self._describe(here), self._describe(there), agent)
@@ -100,20 +115,25 @@ class Agent:
         except (PeerFault, ConnectionLost) as error:
             self._fail(finished, error)
         except Exception as error:
-            self._forget(peer.agent)
-            self._fail(finished, ConnectionLost(), error)
+            if move is not None:
+                self._give_up(move, error)
+            else:
+                self._forget(peer.agent)
+                self._fail(finished, ConnectionLost(), error)
 
     def look_at_moves(self) -> None:
-        """Complete the moves that have ended, and give up those that took too long."""
+        """Complete the moves that have ended, and give up those that took too long. Raises nothing."""
         for move in list(self._moves):
+            error: Exception | None = None
             try:
                 state = self._agent.check_xfer_state(move.handle)
-            except Exception:
-                state = "ERR"
+            except Exception as raised:
+                state, error = "ERR", raised
             if state == "PROC" and time.perf_counter() - move.posted > self._abandon_after_s:
-                self._forget(move.peer)
                 state = "ERR"
-            self._conclude(move, state)
+            self._conclude(move, state, error)
+        if self._given_up:
+            self._look_at_given_up()
 
     def progress(self) -> None:
         """Let the library work on connections. Asking for messages, of which there are none, does that."""
@@ -125,7 +145,9 @@ class Agent:
             self._forget(peer)
         for move in list(self._moves):
             self._conclude(move, "ERR")
-        for registration in self._registrations.values():
+        for move in self._given_up:
+            self._fail(move.finished, MemoryLost())
+        for registration, _ in self._registrations.values():
             with suppress(Exception):
                 self._agent.deregister_memory(registration)
         self._registrations.clear()
@@ -169,7 +191,7 @@ class Agent:
         kind = "VRAM" if place.device == "cuda" else "DRAM"
         return self._agent.get_xfer_descs([(place.address, place.nbytes, place.device_index)], mem_type=kind)
 
-    def _conclude(self, move: _Move, state: str) -> None:
+    def _conclude(self, move: _Move, state: str, error: Exception | None = None) -> None:
         """Finish a move by its state: done, failed, or to be looked at again."""
         if state == "PROC":
             if move not in self._moves:
@@ -177,13 +199,38 @@ class Agent:
             return
         if move in self._moves:
             self._moves.remove(move)
-        with suppress(Exception):
-            self._agent.release_xfer_handle(move.handle)
         if state == "DONE":
+            with suppress(Exception):
+                self._agent.release_xfer_handle(move.handle)
             self._tell(_finish, move.finished, None)
         else:
-            self._forget(move.peer)
-            self._fail(move.finished, ConnectionLost())
+            self._give_up(move, error)
+
+    def _give_up(self, move: _Move, error: Exception | None) -> None:
+        """End a failed or late move: at once if the library lets go of it, else when it does."""
+        move.given_up = time.perf_counter()
+        self._forget(move.peer)
+        if not self._is_released(move, error):
+            self._given_up.append(move)
+
+    def _look_at_given_up(self) -> None:
+        now = time.perf_counter()
+        for move in [move for move in self._given_up if move.next_try <= now]:
+            if self._is_released(move):
+                self._given_up.remove(move)
+            elif move.given_up is not None and now - move.given_up > self._abandon_after_s:
+                self._given_up.remove(move)
+                self._fail(move.finished, MemoryLost())
+
+    def _is_released(self, move: _Move, cause: Exception | None = None) -> bool:
+        """Take a given-up move back from the library; true, and its future failed, when nothing of it is left there."""
+        try:
+            self._agent.release_xfer_handle(move.handle)
+        except Exception:
+            move.next_try = time.perf_counter() + RELEASE_PAUSE_S
+            return False
+        self._fail(move.finished, ConnectionLost(), cause)
+        return True
 
     def _fail(self, future: asyncio.Future[Any], error: Exception, cause: Exception | None = None) -> None:
         if cause is not None:

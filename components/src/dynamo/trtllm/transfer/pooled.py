@@ -121,6 +121,9 @@ class PooledTransfer(Transfer):
         wait_s = self._time_to_live_s if deadline_s is None else deadline_s
         return self._sender is None or await self._sender.drain(wait_s)
 
+    def check_health(self) -> None:
+        self.transport.check_health()
+
     def sweep(self) -> float | None:
         """What the housekeeping does by itself, at once. Returns the seconds until something is due, None without it."""
         return self._require(self._sender).sweep()
@@ -134,6 +137,7 @@ class PooledTransfer(Transfer):
             waiting_offers=self._memory.waiting + (sender.waiting if sender else 0),
             quarantined_segments=sender.quarantined_segments if sender else 0,
             reads_in_flight=reader.reads_in_flight if reader else 0,
+            lost_reads=reader.lost_reads if reader else 0,
             own_registrations=self._memory.own_registrations,
             pool_bytes=size,
             pool_used_bytes=used,

@@ -12,6 +12,7 @@ Contract, held by one test suite for every adapter (`tests/transfer/test_contrac
   a reader may still be reading (released or expired, not acknowledged) is kept aside for another half of the time to live
   before it is used again.
 * Cancelling `offer` or `fetch` leaks nothing. A peer that dies costs at most a retry, never memory or a hang.
+* Memory of a read that could be given up but not stopped is never used again, and is counted (`lost_reads`).
 * A full pool lets callers wait, first come first served. An object larger than the pool gets memory of its own, freed
   afterwards.
 
@@ -139,6 +140,8 @@ class TransferStats:
     """Callers, senders and readers alike, that wait for room."""
     quarantined_segments: int
     reads_in_flight: int
+    lost_reads: int
+    """Reads that were given up and could not be stopped; their memory stays out of use for as long as the process lives."""
     own_registrations: int
     pool_bytes: int
     pool_used_bytes: int
@@ -196,6 +199,13 @@ class Transfer(ABC):
     @abstractmethod
     async def drain(self, deadline_s: float | None = None) -> bool:
         """Wait until no offer is open, at most `deadline_s` (by default the time to live); true when none is left."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Return at once while tensors can be handed over; raise `TransferDead` when they never will be again.
+
+        To be called about once a second.
+        """
 
     @abstractmethod
     def stats(self) -> TransferStats:

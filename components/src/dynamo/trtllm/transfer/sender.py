@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,6 +19,10 @@ from dynamo.trtllm.transfer.port import Offer, OfferState, wait_for_event
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_AFTER_ERROR_S = 1.0
 
 
 @dataclass(eq=False)
@@ -86,24 +91,24 @@ class Sender:
             word = await self._board.take(end - loop.time())
             layout.mark(segment.memory, generation)
             await copy_bytes(length, lambda: layout.write(segment.memory, specs, tensors))
+            kind, _, index = device.partition(":")
+            descriptor = TransferDescriptor(
+                transport=transport,
+                sender=identity(),
+                device="cuda" if kind == "cuda" else "cpu",
+                device_index=int(index or 0),
+                address=segment.address,
+                length=length,
+                acknowledge_at=self._board.address_of(word),
+                generation=generation,
+                time_to_live_s=self._time_to_live_s,
+                tensors=specs,
+            )
         except BaseException:
             self._memory.free(segment)
             if word is not None:
                 self._board.give_back(word)
             raise
-        kind, _, index = device.partition(":")
-        descriptor = TransferDescriptor(
-            transport=transport,
-            sender=identity(),
-            device="cuda" if kind == "cuda" else "cpu",
-            device_index=int(index or 0),
-            address=segment.address,
-            length=length,
-            acknowledge_at=self._board.address_of(word),
-            generation=generation,
-            time_to_live_s=self._time_to_live_s,
-            tensors=specs,
-        )
         return self._hold(descriptor, segment, word)
 
     def _hold(self, descriptor: TransferDescriptor, segment: Segment, word: int) -> Offer:
@@ -145,7 +150,12 @@ class Sender:
         """Sweep whenever something is due, until cancelled."""
         while True:
             self._changed.clear()
-            pause_s = self.sweep()
+            try:
+                pause_s = self.sweep()
+            except Exception:
+                logger.exception("expired offers could not be freed; trying again")
+                await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
+                continue
             await wait_for_event(self._changed, pause_s)
 
     async def drain(self, deadline_s: float) -> bool:
@@ -173,9 +183,9 @@ class Sender:
     def _withdraw(self, generation: int, state: OfferState) -> None:
         """End an open offer that a reader may be reading right now: mark it invalid and keep its memory aside."""
         held = self._open.pop(generation)
-        self._invalidate(held)
         held.due = self._clock() + self._time_to_live_s / 2
         self._quarantine[generation] = held
+        self._invalidate(held)
         held.offer.settle(state)
         self._changed.set()
 
@@ -185,4 +195,8 @@ class Sender:
 
     @staticmethod
     def _invalidate(held: _Held) -> None:
-        layout.mark(held.segment.memory, layout.INVALID_GENERATION)
+        """Readers that come late find nothing. Where that fails (a GPU in trouble), the wait before reuse has to do."""
+        try:
+            layout.mark(held.segment.memory, layout.INVALID_GENERATION)
+        except Exception:
+            logger.exception("a segment could not be marked as free")

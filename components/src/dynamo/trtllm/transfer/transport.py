@@ -26,6 +26,10 @@ class ConnectionLost(Exception):
     """A read failed because the connection broke; a new one may work."""
 
 
+class MemoryLost(ConnectionLost):
+    """A read was given up and could not be stopped: bytes may still arrive in its target, which must not be used again."""
+
+
 class Place(NamedTuple):
     """Bytes on a device of some process. `device` is `cpu` or `cuda`."""
 
@@ -56,7 +60,8 @@ class Transport(ABC):
     async def connect(self, agent: str, abandon_after_s: float) -> None:
         """Make the transport usable under the process's unique name `agent`.
 
-        A read that has not ended after `abandon_after_s` is given up. Raises `StartupError` where this machine cannot use it.
+        A read that has not ended after `abandon_after_s` is given up; if it cannot be stopped within as long again, it fails
+        with `MemoryLost`. Raises `StartupError` where this machine cannot use it.
         """
 
     @abstractmethod
@@ -84,8 +89,9 @@ class Transport(ABC):
     def read(self, sender: PeerIdentity, source: Place, target: Segment) -> asyncio.Future[None]:
         """Start reading `source`, which is `sender`'s, into `target`.
 
-        The future is never cancelled and always completes: when the transport will not touch `target` any more. It fails with
-        `ConnectionLost` or a `PeerFault`.
+        The future is never cancelled. It completes when the transport will not touch `target` any more, or fails: with a
+        `PeerFault`, `ConnectionLost`, or `MemoryLost`. It stays open only while a call into the transport's library does not
+        return, which `check_health` says.
         """
 
     @abstractmethod
@@ -94,4 +100,11 @@ class Transport(ABC):
 
     def offered(self) -> None:
         """An offer was made: a transport that has to look for acknowledgements starts looking, while they are expected."""
+        return
+
+    def check_health(self) -> None:
+        """Return at once while reads can end; raise `TransferDead` when the transport's library does not return any more.
+
+        To be called about once a second.
+        """
         return
