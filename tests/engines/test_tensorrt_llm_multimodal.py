@@ -149,6 +149,25 @@ async def test_the_frontends_hashes_name_the_pictures_where_the_release_takes_th
 
 
 @pytest.mark.asyncio
+async def test_options_of_the_processor_reach_it_and_part_the_names_of_what_it_made(release: str, tmp_path: Path) -> None:
+    small = replace(picture(140, 140), options={"max_pixels": 28 * 28 * 4}, digest="small")
+    async with started(config_of(tmp_path, QWEN25)) as (engine, info):
+        pixels = info.media["image"].options["max_pixels"]
+        assert (sorted(info.media["image"].options), pixels.least) == (["max_pixels", "min_pixels"], 28 * 28)
+        plain, fewer = [await generate(engine, question(QWEN25, [each])) for each in (picture(140, 140), small)]
+        assert plain.usage is not None
+        assert fewer.usage is not None
+        assert plain.usage.prompt_tokens - fewer.usage.prompt_tokens == 25 - 4
+        inputs = instances()[-1].seen[-1]["inputs"]
+        if release != "1.2.1":
+            assert inputs.multimodal_params.hashes == ["small"]
+    async with started(config_of(tmp_path, QWEN25, Role.ENCODE)) as (encoder, _):
+        assert [len((await encoder.encode([each]))[0].token_ids) for each in (picture(140, 140), small)] == [25, 4]
+    async with started(config_of(tmp_path, LLAVA)) as (_, info):
+        assert info.media["image"].options == {}
+
+
+@pytest.mark.asyncio
 async def test_a_request_that_goes_no_further_leaves_no_handle_behind(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, QWEN25, Role.ENCODE)) as (encoder, _):
         encoded = await encoder.encode([picture()])

@@ -164,6 +164,14 @@ class Model:
             directory, {**self.config, "vocab_size": self.vocab_size}, self.architecture, self.image_id
         )
 
+    def sized(self, image: Any, *, min_pixels: int = 1, max_pixels: int = 1 << 30) -> Any:
+        """`image` as its processor scales it; another keyword is a TypeError, as of a strict processor."""
+        pixels = image.width * image.height
+        scale = (min(max(pixels, min_pixels), max_pixels) / pixels) ** 0.5
+        if scale == 1.0:
+            return image
+        return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+
     def grid(self, image: Any) -> tuple[int, int, int]:
         """An image becomes one row for each 28 pixels squared, as in Qwen's models."""
         width, height = image.size

@@ -117,7 +117,7 @@ class ImageEncoder:
     def _inputs(self, image: DecodedImage) -> dict[str, Any]:
         before, after = self._facts.around
         prompt = f"{before}{self._facts.placeholder}{after}"
-        return {"prompt": prompt, "multi_modal_data": {"image": [image.image]}, "mm_processor_kwargs": {}}
+        return {"prompt": prompt, "multi_modal_data": {"image": [image.image]}, "mm_processor_kwargs": dict(image.options)}
 
     def _take(self, image: DecodedImage, output: Any) -> EncodedMedia:
         """Opens every handle of `output`, also when one of them turns out to be of no use."""

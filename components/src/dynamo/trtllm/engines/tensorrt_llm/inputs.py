@@ -70,7 +70,7 @@ class ModelInputs:
         if self.placeholder_id is None:
             raise ClientFault("this model takes no images")
         items = [media.item for media in prompt.media]
-        images = [item.image for item in items if isinstance(item, DecodedImage)]
+        images = [item for item in items if isinstance(item, DecodedImage)]
         encoded = [item for item in items if isinstance(item, EncodedMedia)]
         if images and encoded:
             raise ClientFault("pictures and precomputed embeddings cannot be mixed in one request to this model")
@@ -79,14 +79,18 @@ class ModelInputs:
         attached = self.model.facts.attaches_embeddings and all(embeddings.FROM_FILE in item.extras for item in encoded)
         return self._by_handles(prompt, encoded) if self.takes_handles and not attached else self._attached(prompt, encoded)
 
-    def _images(self, prompt: Prompt, images: list[Any], uuids: Sequence[str]) -> EngineInputs:
+    def _images(self, prompt: Prompt, images: Sequence[DecodedImage], uuids: Sequence[str]) -> EngineInputs:
         inputs: dict[str, Any] = {"prompt_token_ids": self.unexpanded(prompt)}
         special_tokens = True
-        if prompt.text is not None and not self.takes_ids:
+        options = dict(images[0].options)  # one request, so the same for all
+        # Beside token ids the library counts an image's rows without asking the processor.
+        if prompt.text is not None and (options or not self.takes_ids):
             inputs, special_tokens = self._text(prompt)
         # A None here fails the library's first look at the processor, and hashing stays off for the whole
         # process.
-        inputs.update(multi_modal_data={"image": images}, mm_processor_kwargs={})
+        inputs.update(multi_modal_data={"image": [image.image for image in images]}, mm_processor_kwargs=options)
+        if options:
+            uuids = [image.digest for image in images]  # the library's own hash is that of the pixels alone
         if self.takes_uuids and len(uuids) == len(images):
             inputs["multi_modal_uuids"] = {"image": list(uuids)}
         return EngineInputs(inputs=inputs, special_tokens=special_tokens)

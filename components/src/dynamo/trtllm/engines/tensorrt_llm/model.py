@@ -19,6 +19,8 @@ class ModelDescription:
     placeholder_id: int | None
     hidden_size: int | None
     max_positions: int | None
+    row_pixels: int = 28 * 28
+    """Pixels of an image that become one row of features, for models that cut images into patches."""
 
 
 def describe_model(path: str) -> ModelDescription:
@@ -33,7 +35,13 @@ def describe_model(path: str) -> ModelDescription:
         placeholder_id=_placeholder_id(path, config, facts),
         hidden_size=_integer(text, "hidden_size") or _integer(config, "hidden_size"),
         max_positions=_integer(text, "max_position_embeddings") or _integer(config, "max_position_embeddings"),
+        row_pixels=_row_pixels(config.get("vision_config")),
     )
+
+
+def _row_pixels(vision: Any) -> int:
+    patch, merge = _integer(vision, "patch_size") or 14, _integer(vision, "spatial_merge_size") or 2
+    return (patch * merge) ** 2
 
 
 def _placeholder_id(path: str, config: Mapping[str, Any], facts: ModelFacts) -> int | None:

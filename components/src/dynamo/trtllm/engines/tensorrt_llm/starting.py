@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, Modality, Role
-from dynamo.trtllm.engines.port import EngineInfo, MediaInput
+from dynamo.trtllm.engines.port import EngineInfo, MediaInput, ProcessorOption
 from dynamo.trtllm.engines.tensorrt_llm import private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
@@ -115,7 +115,14 @@ def describe_encoder(library: Library, config: EngineConfig, model: ModelDescrip
 
 
 def _media(model: ModelDescription) -> dict[str, MediaInput]:
-    return {} if model.placeholder_id is None else {"image": MediaInput(placeholder_id=model.placeholder_id)}
+    if model.placeholder_id is None:
+        return {}
+    options: dict[str, ProcessorOption] = {}
+    if model.facts.sizes_images:
+        most = model.row_pixels * (model.max_positions or DEFAULT_CONTEXT_LENGTH)
+        pixels = ProcessorOption(least=model.row_pixels, most=most)
+        options = {"min_pixels": pixels, "max_pixels": pixels}
+    return {"image": MediaInput(placeholder_id=model.placeholder_id, options=options)}
 
 
 def _extras(library: Library, model: ModelDescription, takes_handles: bool | None) -> dict[str, Any]:

@@ -15,7 +15,8 @@ class ModelFacts:
     `encodes_apart`: the library can encode its images in another process (EPD). `attaches_embeddings`: it
     takes precomputed embeddings beside a text prompt. `placeholder`: what the chat template writes once
     per image. `around`: text that the model expects around a lone image. `mrope`: three-dimensional
-    positions travel with the hand-off.
+    positions travel with the hand-off. `sizes_images`: the model's own processor is called with the request's
+    `mm_processor_kwargs`, and takes `min_pixels` and `max_pixels` among them.
     """
 
     modalities: str
@@ -26,10 +27,12 @@ class ModelFacts:
     around: tuple[str, str] = ("", "")
     mrope: bool = False
     disaggregates: bool = True
+    sizes_images: bool = False
 
 
 _QWEN: dict[str, Any] = {
     "placeholder": "<|image_pad|>", "around": ("<|vision_start|>", "<|vision_end|>"), "mrope": True,
+    "sizes_images": True,
 }  # fmt: skip
 
 MODELS: Mapping[str, ModelFacts] = {
