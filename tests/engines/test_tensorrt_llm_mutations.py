@@ -36,12 +36,14 @@ from dynamo.trtllm.engines.tensorrt_llm import (
     results,
     sampling,
     starting,
+    streams,
     submission,
     watch,
 )
 from dynamo.trtllm.engines.tensorrt_llm.encoder import ImageEncoder
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.health import Health
+from dynamo.trtllm.engines.tensorrt_llm.streams import Streams
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
 from engines import tensorrt_llm_audit as audit
 from engines.contract import generate, steps_of
@@ -524,7 +526,7 @@ def expand_again(built: inputs.EngineInputs) -> inputs.EngineInputs:
 OLDER: dict[str, Mutation] = {
     "sampling parameters are shared": Mutation(share_params, fresh_params),
     "cumulative ids are passed on": Mutation(
-        lambda patch: patch.setattr(TensorRTLLMEngine, "_stream", start_over(TensorRTLLMEngine._stream)),
+        lambda patch: patch.setattr(Streams, "read", start_over(Streams.read)),
         streaming_in_deltas,
     ),
     "max_tokens keeps the library's default": Mutation(
@@ -543,11 +545,11 @@ OLDER: dict[str, Mutation] = {
         options_by_release,
     ),
     "a grammar is given as something else": Mutation(changed_request(guided=GuidedDecoding(regex="a")), options_by_release),
-    "leaving does not abort": Mutation(replaced(engine, "abort", lambda result: None), leaving_aborts),
+    "leaving does not abort": Mutation(replaced(streams, "abort", lambda result: None), leaving_aborts),
     "decode is aborted at once": Mutation(
         lambda patch: patch.setattr(
-            TensorRTLLMEngine,
-            "_abort_after_first",
+            Streams,
+            "abort_after_first",
             lambda self, submitted: asyncio.sleep(0, results.abort(submitted.result)),
         ),
         decode_aborts_late,

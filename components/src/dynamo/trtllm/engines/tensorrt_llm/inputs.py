@@ -28,14 +28,15 @@ NO_TEXT = "embeddings need the rendered prompt beside its token ids, as Dynamo's
 class EngineInputs(NamedTuple):
     """What `generate_async` gets, and fields for the `DisaggregatedParams` beside it.
 
-    `keep` holds tensors that handles point to: copies, since a handle shares memory, that live as long as the
-    request.
+    Handles point to `features`, a tensor of each image, and to `positions`, mRoPE ids and deltas of models that have them:
+    copies, since a handle shares memory, that live as long as the request.
     """
 
     inputs: dict[str, Any]
     special_tokens: bool = True
     disaggregated: Mapping[str, Any] | None = None
-    keep: tuple[torch.Tensor, ...] = ()
+    features: tuple[torch.Tensor, ...] = ()
+    positions: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +109,19 @@ class ModelInputs:
     def _by_handles(self, prompt: Prompt, encoded: list[EncodedMedia]) -> EngineInputs:
         inputs, special_tokens = self._text(prompt)
         inputs["prompt_token_ids"] = self.unexpanded(prompt)
-        keep = [_features(item).clone() for item in encoded]
-        mrope_keep = list(self._mrope(prompt, encoded)) if self.model.facts.mrope else []
+        features = tuple(_features(item).clone() for item in encoded)
+        positions = self._mrope(prompt, encoded) if self.model.facts.mrope else ()
         fields: dict[str, Any] = {
-            "multimodal_embedding_handles": [private.make_handle(tensor) for tensor in keep],
+            "multimodal_embedding_handles": [private.make_handle(tensor) for tensor in features],
             "multimodal_hashes": [_hash_words(item.digest) for item in encoded],
         }
-        if mrope_keep:
-            fields["mrope_position_ids_handle"] = private.make_handle(mrope_keep[0])
-            fields["mrope_position_deltas_handle"] = private.make_handle(mrope_keep[1])
-        return EngineInputs(inputs=inputs, special_tokens=special_tokens, disaggregated=fields, keep=(*keep, *mrope_keep))
+        if positions:
+            ids, deltas = positions
+            fields["mrope_position_ids_handle"] = private.make_handle(ids)
+            fields["mrope_position_deltas_handle"] = private.make_handle(deltas)
+        return EngineInputs(
+            inputs=inputs, special_tokens=special_tokens, disaggregated=fields, features=features, positions=positions
+        )
 
     def _text(self, prompt: Prompt) -> tuple[dict[str, Any], bool]:
         """The rendered prompt, and whether the tokenizer may add special tokens: never a second of those in

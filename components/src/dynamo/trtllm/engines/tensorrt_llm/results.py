@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.trtllm.core import Step, StepLogprobs, Usage
@@ -27,9 +28,18 @@ class Submitted(NamedTuple):
     result: Any
     disaggregated: Any = None
     keep: tuple[torch.Tensor, ...] = ()
-    mrope: tuple[torch.Tensor, ...] = ()
+    positions: tuple[torch.Tensor, ...] = ()
+    """mRoPE ids and deltas that were computed for it; empty where the engine computes them itself."""
     expanded: bool = False
     """True: the library expanded the prompt, so its own count of prompt tokens is the right one."""
+
+
+class Progress(Enum):
+    """How far the engine is with a request."""
+
+    SUBMITTED = "no step of it has come"
+    RUNNING = "it makes steps"
+    OVER = "the engine is done with it: nothing is left to abort"
 
 
 class Reader:
@@ -41,35 +51,32 @@ class Reader:
         self._submitted = submitted
         self._first = sent
         self._late_stops = sampling.late_stop_ids(request.sampling)
-        self._lag: int | None = None
-        """Tokens at the start that have no logprobs entry: decode of some releases has none for the first
-        token."""
-        self._simple = not self._late_stops and request.sampling.logprobs is None
-        self._opens = sent == 0
+        self._tokens_without_logprobs: int | None = None
+        """At the start: decode of some releases has no entry for the first token. None until it is known."""
+        self._asks_for_ids_alone = not self._late_stops and request.sampling.logprobs is None
+        self._usage_is_due = sent == 0
         """True until the first step, which says what the prompt counts; of a handed-over request prefill's
         does."""
-        self.plain = False
-        """True: a step that is not the last needs no reading. The first step always is read."""
-        self.seen = self._simple and sent == 0
-        """True: the engine has made a step, as far as it matters for a handed-over request."""
-        self.over = False
-        """True: the engine is done with the request, so nothing is left to abort."""
+        self.ids_suffice = False
+        """True: of a step that is not the last, the new token ids are all there is to pass on. The first step always is read."""
+        self.progress = Progress.SUBMITTED
 
     def read(self, output: Any, sent: int) -> Step | None:
         """The step since `sent` tokens; None when it brought nothing to pass on."""
-        self.seen, self.plain = True, self._simple
+        self.progress, self.ids_suffice = Progress.RUNNING, self._asks_for_ids_alone
         if self._late_stops:
             cut = sampling.find_stop(output.token_ids, sent, self._late_stops, self._request.sampling.min_tokens)
             if cut is not None:
                 return self._stopped(output, sent, cut)
         if output.finish_reason is not None:
-            self.over = True
+            self.progress = Progress.OVER
             return self._last(output, sent)
         new = output.token_ids[sent:]
         if not new:
-            self.plain = self._simple and not self._opens
+            self.ids_suffice = self._asks_for_ids_alone and not self._usage_is_due
             return None
-        usage, self._opens = self._usage(len(new)) if self._opens else None, False
+        usage = self._usage(len(new)) if self._usage_is_due else None
+        self._usage_is_due = False
         return Step(new, self._logprobs(output, new, sent), usage=usage)
 
     def _stopped(self, output: Any, sent: int, cut: int) -> Step:
@@ -94,9 +101,9 @@ class Reader:
         if count is None:
             return None
         rows = output.logprobs or []
-        if self._lag is None:
-            self._lag = max(0, min(self._first, len(output.token_ids) - len(rows)))
-        return sampling.step_logprobs(new, rows[sent - self._lag :], count)
+        if self._tokens_without_logprobs is None:
+            self._tokens_without_logprobs = max(0, min(self._first, len(output.token_ids) - len(rows)))
+        return sampling.step_logprobs(new, rows[sent - self._tokens_without_logprobs :], count)
 
     def _usage(self, completion_tokens: int) -> Usage:
         result, request = self._submitted.result, self._request

@@ -90,8 +90,8 @@ class Submission:
                 raise
             raise await self._refused(request, error) from error
         self._check_expanded(result, prompt)
-        mrope = built.keep[-2:] if self.inputs.model.facts.mrope and built.keep else ()
-        return Submitted(result, disaggregated, (*keep, *built.keep), mrope, expanded=bool(prompt.media))
+        kept = (*keep, *built.features, *built.positions)
+        return Submitted(result, disaggregated, kept, built.positions, expanded=bool(prompt.media))
 
     def _with_handles(self, disaggregated: Any, built: EngineInputs) -> Any:
         disaggregated = disaggregated or self.library.disaggregated_params(request_type="context_and_generation")
