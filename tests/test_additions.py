@@ -13,7 +13,7 @@ import pytest
 
 from dynamo.trtllm import config
 
-ADD_FLAGS = '''
+ADD_FLAGS = """
 import json, os
 from dataclasses import dataclass
 from dynamo.trtllm import config
@@ -60,7 +60,7 @@ print(json.dumps({
     "help": " ".join(build_parser().format_help().split()),
     "table": flag_table(),
 }))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ KIND_IN_AN_ENGINE_AND_IN_PROSE = (
     "README.md",  # a row of the table of modalities
     "tests/multimodal/test_points.py",
 )
-ASK_ABOUT_POINTS = '''
+ASK_ABOUT_POINTS = """
 import asyncio, json, sys
 sys.path.insert(0, sys.argv[1])
 from dynamo.trtllm.config import EngineConfig, EngineKind, MediaConfig, Modality
@@ -159,6 +159,10 @@ from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 PNG = "data:;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
 GOOD, OTHER, BAD = "data:,1 2 3", "data:,4 5 6", "data:,1 2"
 
+class Asked:
+    def id(self): return "r"
+    def trace_headers(self): return None
+
 async def prompt_of(placeholders, token_ids, **media):
     script = {"placeholder_ids": placeholders, "media_tokens": 2}
     engine = DoubleEngine(EngineConfig(kind=EngineKind.DOUBLE, double_script=script))
@@ -167,7 +171,7 @@ async def prompt_of(placeholders, token_ids, **media):
     try:
         data = {f"{kind}_url": [{"Url": url} for url in urls] for kind, urls in media.items()}
         raw = {"model": "m", "token_ids": token_ids, "multi_modal_data": data}
-        prompt = await processor.prepare(parse_request(raw))
+        prompt = (await processor.prepare(parse_request(raw, Asked()))).prompt
         return [list(prompt.token_ids), [each.item.kind for each in prompt.media]]
     except ClientFault as fault:
         return fault.message
@@ -185,7 +189,7 @@ async def main():
     }
 
 print(json.dumps(asyncio.run(main())))
-'''
+"""
 
 
 def test_a_media_kind_is_at_most_six_files(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def info(context_length: int = 100, placeholder: int | None = PLACEHOLDER) -> En
 
 
 def request(*token_ids: int, urls: Sequence[str] = (), **options: Any) -> Request:
-    return parse_request(raw_request(*token_ids, images=tuple(urls), **options))
+    return parse_request(raw_request(*token_ids, images=tuple(urls), **options), FakeContext())
 
 
 def test_each_placeholder_becomes_its_own_images_tokens_in_order() -> None:
@@ -95,8 +95,9 @@ def test_items_of_two_kinds_are_placed_where_each_kinds_placeholders_stand() -> 
 
 @pytest.mark.asyncio
 async def test_a_request_without_media_asks_no_source() -> None:
-    source = Source()
-    assert await MultimodalProcessor(info(), source).prepare(request(1, 2)) == Prompt((1, 2))
+    source, asked = Source(), request(1, 2)
+    assert await MultimodalProcessor(info(), source).prepare(asked) is asked.engine_request
+    assert asked.engine_request.prompt == Prompt((1, 2))
     assert source.asked == []
 
 
@@ -104,7 +105,7 @@ async def test_a_request_without_media_asks_no_source() -> None:
 async def test_the_source_is_told_how_much_of_the_context_the_text_takes() -> None:
     source, context = Source(image("a", 5, 6), image("b", 7)), FakeContext()
     asked = request(1, PLACEHOLDER, 2, PLACEHOLDER, urls=["u", "v"], extra_args={"formatted_prompt": "hi"})
-    prompt = await MultimodalProcessor(info(), source).prepare(asked, context)
+    prompt = (await MultimodalProcessor(info(), source).prepare(asked, context)).prompt
     assert (prompt.token_ids, prompt.text) == ((1, 5, 6, 2, 7), "hi")
     assert source.asked == [(asked.media, TokenBudget(2, 100), context)]
 
@@ -144,7 +145,8 @@ async def test_a_prompt_that_its_images_make_too_long_is_refused_naming_both_cou
     with pytest.raises(LimitFault) as caught:
         await MultimodalProcessor(info(10), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))
     assert caught.value.message == "the prompt has 10 tokens with its media; the context length is 10"
-    assert len((await MultimodalProcessor(info(11), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))).token_ids) == 10
+    fitting = await MultimodalProcessor(info(11), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))
+    assert len(fitting.prompt.token_ids) == 10
 
 
 @pytest.mark.asyncio
@@ -153,7 +155,7 @@ async def test_an_engine_without_media_refuses_them_before_any_is_fetched(kind: 
     source = Source()
     raw = {"model": "m", "token_ids": [1], "multi_modal_data": {kind: [{"Url": "u"}]}}
     with pytest.raises(PartFault) as caught:
-        await MultimodalProcessor(info(placeholder=None), source).prepare(parse_request(raw))
+        await MultimodalProcessor(info(placeholder=None), source).prepare(parse_request(raw, FakeContext()))
     name = kind.removesuffix("_url")
     plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
     assert caught.value.message == f"{name} 1: the model m takes no {plural} on this worker; it takes text only"
@@ -166,7 +168,7 @@ async def test_a_part_of_a_kind_that_the_engine_does_not_take_is_refused_and_nam
     data = {"image_url": [{"Url": "u"}], "video_url": [{"Url": "v"}]}
     raw = {"model": "m", "token_ids": [1, PLACEHOLDER], "multi_modal_data": data}
     with pytest.raises(PartFault) as caught:
-        await MultimodalProcessor(info(), source).prepare(parse_request(raw))
+        await MultimodalProcessor(info(), source).prepare(parse_request(raw, FakeContext()))
     assert caught.value.message == "video 1: the model m takes no videos on this worker; it takes images only"
     assert source.asked == []
 
@@ -177,7 +179,7 @@ async def test_pictures_and_embedding_files_are_placed_where_they_were_sent(tmp_
     loader = await loader_over(engine, allowed_local_path=tmp_path)
     processor = MultimodalProcessor(await engine.start(), loader)
     urls = [png_url(1), write_embeddings(tmp_path, "e.pt", 2), png_url(2)]
-    prompt = await processor.prepare(request(1, PLACEHOLDER, 2, PLACEHOLDER, PLACEHOLDER, 3, urls=urls))
+    prompt = (await processor.prepare(request(1, PLACEHOLDER, 2, PLACEHOLDER, PLACEHOLDER, 3, urls=urls))).prompt
     assert prompt.token_ids == (1, *[PLACEHOLDER] * IMAGE_TOKENS, 2, *[PLACEHOLDER] * (2 + IMAGE_TOKENS), 3)
     assert [(each.start, each.length) for each in prompt.media] == [(1, 4), (6, 2), (8, 4)]
     assert len({each.item.digest for each in prompt.media}) == 3

@@ -26,6 +26,7 @@ from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
 from dynamo.trtllm.frontend.response import to_chunk
+from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.prefill import PrefillHandler
 from dynamo.trtllm.transfer.local import LocalTransport
@@ -329,7 +330,7 @@ async def handlers(place: Place, architecture: str = TEXT) -> Any:
                 return Prompt(request.token_ids)
 
         prefill = PrefillHandler(engine, info, Plain(), transfer)  # type: ignore[arg-type]
-        decode = DecodeHandler(engine, info, transfer, None)  # type: ignore[arg-type]
+        decode = DecodeHandler(engine, info, transfer, None, StopStrings(""))  # type: ignore[arg-type]
         try:
             yield prefill, decode
         finally:

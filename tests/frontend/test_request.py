@@ -7,15 +7,26 @@ from typing import Any
 
 import pytest
 
-from dynamo.trtllm.core import GuidedDecoding, Sampling
+from dynamo.trtllm.core import GuidedDecoding, Prompt, Sampling
+from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.frontend.request import Request, parse_request
 from dynamo.trtllm.multimodal.parts import MediaPart
+from fakes import FakeContext
 
 IDS = "must hold token ids: whole numbers that are not negative and fit 32 bits"
 
 
 PARTS = "a content part is text, image_url, video_url, audio_url or input_audio"
+
+
+def parsed_of(raw: Any) -> Request:
+    return parse_request(raw, FakeContext("r", {"traceparent": "00-1"}))
+
+
+def bare(*token_ids: int) -> Request:
+    asked = EngineRequest(request_id="r", prompt=Prompt(token_ids), sampling=Sampling(), trace_headers={"traceparent": "00-1"})
+    return Request(model="", engine_request=asked)
 
 
 def messages(kind: object, role: str = "user", before: int = 0) -> dict[str, Any]:
@@ -29,11 +40,11 @@ def messages(kind: object, role: str = "user", before: int = 0) -> dict[str, Any
 def test_messages_of_text_and_pictures_are_taken_in_every_role() -> None:
     for kind in ("text", "refusal", "image_url", "video_url"):
         for role in ("system", "developer", "user", "assistant", "tool"):
-            assert parse_request({"token_ids": [1], **messages(kind, role)}).token_ids == (1,)
+            assert parsed_of({"token_ids": [1], **messages(kind, role)}).engine_request.prompt.token_ids == (1,)
 
 
 def test_a_bare_request_has_every_default() -> None:
-    assert parse_request({"token_ids": [1, 2]}) == Request(model="", token_ids=(1, 2), sampling=Sampling())
+    assert parsed_of({"token_ids": [1, 2]}) == bare(1, 2)
 
 
 def test_nulls_are_as_good_as_missing_fields() -> None:
@@ -49,7 +60,7 @@ def test_nulls_are_as_good_as_missing_fields() -> None:
         )
     )
     raw |= {"token_ids": [5], "prefill_result": None, "mm_processor_kwargs": None, "eos_token_ids": None}
-    assert parse_request(raw) == Request(model="", token_ids=(5,), sampling=Sampling())
+    assert parsed_of(raw) == bare(5)
 
 
 ECHO = (
@@ -90,14 +101,14 @@ ECHO = (
     ],
 )
 def test_each_option_reaches_its_field(group: str, raw: dict[str, Any], field: str, value: object) -> None:
-    parsed = getattr(parse_request({"token_ids": [1], group: raw}).sampling, field)
+    parsed = getattr(parsed_of({"token_ids": [1], group: raw}).engine_request.sampling, field)
     assert parsed == value
     assert type(parsed) is type(value)
 
 
 def test_the_requests_own_eos_ids_go_before_the_hidden_ones() -> None:
     raw = {"token_ids": [1], "eos_token_ids": [8], "stop_conditions": {"stop_token_ids_hidden": [9], "stop_token_ids": [8, 9]}}
-    sampling = parse_request(raw).sampling
+    sampling = parsed_of(raw).engine_request.sampling
     assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset({8}), frozenset({9}))
 
 
@@ -115,7 +126,7 @@ def test_the_requests_own_eos_ids_go_before_the_hidden_ones() -> None:
     ],
 )
 def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any], expected: GuidedDecoding | None) -> None:
-    assert parse_request({"token_ids": [1], "sampling_options": {"guided_decoding": raw}}).sampling.guided == expected
+    assert parsed_of({"token_ids": [1], "sampling_options": {"guided_decoding": raw}}).engine_request.sampling.guided == expected
 
 
 @pytest.mark.parametrize(
@@ -244,24 +255,18 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
 )
 def test_what_cannot_be_served_is_refused_in_words(raw: dict[str, Any], words: str) -> None:
     with pytest.raises(ClientFault) as caught:
-        parse_request({"token_ids": [1], **raw})
+        parsed_of({"token_ids": [1], **raw})
     assert caught.value.message == words
 
 
-@pytest.mark.parametrize("raw", [None, 5, "prompt", [1, 2], [["token_ids", [1]]]])
-def test_what_is_no_object_is_refused_as_such(raw: Any) -> None:
-    with pytest.raises(ClientFault, match="the request must be an object"):
-        parse_request(raw)
-
-
 def test_packed_token_ids_are_little_endian_32_bit() -> None:
-    assert parse_request({"token_ids": struct.pack("<3i", 1, 70000, 7)}).token_ids == (1, 70000, 7)
-    assert parse_request({"token_ids": bytearray(b"\1\0\0\0")}).token_ids == (1,)
+    assert parsed_of({"token_ids": struct.pack("<3i", 1, 70000, 7)}).engine_request.prompt.token_ids == (1, 70000, 7)
+    assert parsed_of({"token_ids": bytearray(b"\1\0\0\0")}).engine_request.prompt.token_ids == (1,)
 
 
 def test_media_parts_keep_their_order_and_each_kind_counts_from_one() -> None:
     media = {"audio_url": [{"Url": "c"}], "image_url": [{"Url": "a"}, "b"]}
-    assert parse_request({"token_ids": [1], "multi_modal_data": media}).media == (
+    assert parsed_of({"token_ids": [1], "multi_modal_data": media}).media == (
         MediaPart(1, "image", "a"),
         MediaPart(2, "image", "b"),
         MediaPart(1, "audio", "c"),
@@ -276,7 +281,7 @@ def test_a_sound_that_is_in_the_messages_alone_stands_between_those_that_the_fro
     later = [sound("input_audio", data="BBBB", format="mp3"), sound("image_url", url="")]
     asked = [{"role": "user", "content": content}, {"role": "user", "content": later}]
     media = {"audio_url": [{"Url": "a"}, {"Url": "c"}], "image_url": [{"Url": "p"}]}
-    parsed = parse_request({"token_ids": [1], "multi_modal_data": media, "extra_args": {"messages": asked}})
+    parsed = parsed_of({"token_ids": [1], "multi_modal_data": media, "extra_args": {"messages": asked}})
     assert parsed.media == (
         MediaPart(1, "image", "p"),
         MediaPart(1, "audio", "a"),
@@ -287,14 +292,14 @@ def test_a_sound_that_is_in_the_messages_alone_stands_between_those_that_the_fro
 
 
 def test_a_uuid_field_without_uuids_is_taken() -> None:
-    assert parse_request({"token_ids": [1], "multi_modal_uuids": {"image_url": [None], "video_url": None}}).token_ids == (1,)
+    assert parsed_of({"token_ids": [1], "multi_modal_uuids": {"image_url": [None], "video_url": None}}).media == ()
 
 
 def test_a_part_has_the_clients_own_name_for_it_among_those_of_its_tenant() -> None:
     data = {"image_url": [{"Url": "a"}, {"UuidOnly": "v"}, {"Url": "c"}], "video_url": [{"Url": "d"}]}
     uuids = {"image_url": ["u", "v", None]}
     raw = {"token_ids": [1], "multi_modal_data": data, "multi_modal_uuids": uuids, "routing": {"cache_salt": "t"}}
-    assert parse_request(raw).media == (
+    assert parsed_of(raw).media == (
         MediaPart(1, "image", "a", "u", "t"),
         MediaPart(2, "image", "", "v", "t"),
         MediaPart(3, "image", "c", None, "t"),
@@ -304,11 +309,11 @@ def test_a_part_has_the_clients_own_name_for_it_among_those_of_its_tenant() -> N
 
 def test_options_of_the_processor_are_kept_as_they_came() -> None:
     kwargs = {"max_pixels": 1, "size": {"longest_edge": [2]}}
-    assert parse_request({"token_ids": [1], "mm_processor_kwargs": kwargs}).processor_options == kwargs
+    assert parsed_of({"token_ids": [1], "mm_processor_kwargs": kwargs}).processor_options == kwargs
 
 
 def test_what_travels_beside_the_prompt_is_kept() -> None:
-    request = parse_request(
+    request = parsed_of(
         {
             "model": "m",
             "token_ids": [1],
@@ -318,11 +323,36 @@ def test_what_travels_beside_the_prompt_is_kept() -> None:
             "_HEALTH_CHECK": True,
         }
     )
-    assert (request.model, request.text, request.media_hashes) == ("m", "hello", ("0f", "1e"))
-    assert (request.priority, request.cache_salt, request.dp_rank) == (2.0, "s", 3)
+    asked = request.engine_request
+    assert (request.model, asked.prompt.text, asked.request_id) == ("m", "hello", "r")
+    assert (asked.priority, asked.cache_salt, asked.dp_rank) == (2.0, "s", 3)
+    assert asked.trace_headers == {"traceparent": "00-1"}
     assert request.handoff == {"a": 1}
     assert request.is_health_check
 
 
+def test_the_frontends_hashes_go_with_media_only() -> None:
+    hashes = {"extra_args": {"mm_hashes": ["0f"]}}
+    pictured = parsed_of({"token_ids": [1], "multi_modal_data": {"image_url": ["a"]}, **hashes})
+    assert pictured.engine_request.media_hashes == ("0f",)
+    assert parsed_of({"token_ids": [1], **hashes}).engine_request.media_hashes == ()
+
+
+@pytest.mark.parametrize(
+    ("conditions", "output", "strings", "skips"),
+    [
+        ({}, {}, (), True),
+        ({"stop": None}, {"skip_special_tokens": None}, (), True),
+        ({"stop": ["", "b", "a"]}, {"skip_special_tokens": True}, ("b", "a"), True),
+        ({"stop": ("x",)}, {"skip_special_tokens": False}, ("x",), False),
+    ],
+)
+def test_what_ends_the_answers_text_is_parsed_with_the_rest(
+    conditions: dict[str, Any], output: dict[str, Any], strings: tuple[str, ...], skips: bool
+) -> None:
+    request = parsed_of({"token_ids": [1], "stop_conditions": conditions, "output_options": output})
+    assert (request.stop_strings, request.skips_special_tokens) == (strings, skips)
+
+
 def test_a_prefill_result_may_leave_everything_out() -> None:
-    assert parse_request({"token_ids": [1], "prefill_result": {}}).handoff is None
+    assert parsed_of({"token_ids": [1], "prefill_result": {}}).handoff is None

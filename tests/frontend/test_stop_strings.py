@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,18 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
-from dynamo.trtllm.core import Context, Step, StepLogprobs, TokenLogprob, Usage
+from dynamo.trtllm.config import EngineConfig, EngineKind
+from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Tokens, Usage
+from dynamo.trtllm.engines.double import DoubleEngine
+from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.frontend.endpoint import Egress
-from dynamo.trtllm.frontend.response import Chunk, Output
+from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
+from dynamo.trtllm.multimodal_processor import MultimodalProcessor
+from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from fakes import FakeContext, FakeSender, collect, ignore_death
+from media_parts import loader_over
 
 TEXT = "a red circle on a blue background, drawn with care."
 
@@ -26,18 +32,16 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(DEMO_DIRECTORY / "tokenizer.json"))
 
 
-class Answering:
-    """A handler that gives the steps it was made with, and says whether its stream was closed."""
+class Answering(DoubleEngine):
+    """An engine that gives the steps it was made with, and says whether its stream was closed."""
 
-    def __init__(self, steps: list[Output]) -> None:
+    def __init__(self, steps: list[Step | Tokens]) -> None:
+        super().__init__(EngineConfig(kind=EngineKind.DOUBLE))
         self.steps = steps
         self.given = 0
         self.closed = False
 
-    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        return self._steps()
-
-    async def _steps(self) -> AsyncGenerator[Output, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Step | Tokens, None]:
         try:
             for step in self.steps:
                 self.given += 1
@@ -46,20 +50,22 @@ class Answering:
             self.closed = True
 
 
-def one_by_one(ids: list[int], prompt: int = 82, cached: int = 64) -> list[Output]:
+def one_by_one(ids: list[int], prompt: int = 82, cached: int = 64) -> list[Step | Tokens]:
     """Steps of one token each, as engines give them: the first with usage, the last with a finish reason."""
-    middle: list[Output] = [[each] for each in ids[1:-1]]
+    middle: list[Step | Tokens] = [[each] for each in ids[1:-1]]
     last = Step((ids[-1],), None, "length", None, Usage(prompt, len(ids), cached))
     return [Step((ids[0],), usage=Usage(prompt, 1, cached)), *middle, last]
 
 
-async def ask(handler: Answering, stop: list[str], model_path: str = str(DEMO_DIRECTORY), **rest: Any) -> list[Chunk]:
+async def ask(engine: Answering, stop: list[str], model_path: str = str(DEMO_DIRECTORY), **rest: Any) -> list[Chunk]:
     raw = {"token_ids": rest.pop("token_ids", [5, 6]), "stop_conditions": {"stop": stop, **rest.pop("conditions", {})}, **rest}
-    egress, sender = Egress(handler, on_dead=ignore_death, stops=StopStrings(model_path)), FakeSender()
+    info, media = await engine.start(), await loader_over(engine)
+    handler = AggregatedHandler(engine, info, MultimodalProcessor(info, media), StopStrings(model_path))
+    egress, sender = Egress(handler, on_dead=ignore_death), FakeSender()
     assert await collect(egress.serve(raw, FakeContext(), response_sender=sender)) == []
     assert dict(egress.outcomes) == {"completed": 1}
     assert sender.closed
-    assert handler.closed
+    assert engine.closed
     return sender.chunks
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from dynamo.llm import exceptions as dynamo
 
-from dynamo.trtllm.errors import ClientFault, EngineFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
+from dynamo.trtllm.errors import ClientFault, EngineFault, PeerFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
+from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.peers import client as peers
 from dynamo.trtllm.peers.client import PeerClient
+from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.peers.prefill import PrefillPeers
-from fakes import Answer, FakeClient, FakeContext, cancelled, outcome, replies
+from fakes import Answer, FakeClient, FakeContext, cancelled, outcome, raw_request, replies
 
 SHORT_S = 0.02
 LONG_S = 60.0
@@ -165,6 +167,12 @@ async def test_connecting_makes_a_client_of_the_endpoint() -> None:
     assert sorted((await peers.connect(Runtime(), "dyn://n.prefill.generate", "prefill")).instances()) == [2, 4]
 
 
+RAW = raw_request(1, 2, temperature=0.5, stop={"max_tokens": 3}, routing={"priority": 1.0})
+ASKED = parse_request(RAW, FakeContext())
+HANDOFF = Handoff(engine="E", prompt_token_ids=(1, 2), first_token_ids=(5,), seed=77, meta={})
+REPLY = {"token_ids": [5], "disaggregated_params": HANDOFF.model_dump(mode="json")}
+
+
 def prefill_over(client: FakeClient, timeout_s: float = LONG_S) -> PrefillPeers:
     return PrefillPeers(PeerClient(client, "prefill"), timeout_s)
 
@@ -172,32 +180,56 @@ def prefill_over(client: FakeClient, timeout_s: float = LONG_S) -> PrefillPeers:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("error", [ValueError("Unavailable: x"), ValueError("DeadlineExceeded: x"), dynamo.EngineShutdown("x")])
 async def test_prefill_is_tried_once_more_on_another_instance(error: Exception) -> None:
-    client = FakeClient({1: replies(error), 2: replies({"reply": 2})})
+    client = FakeClient({1: replies(error), 2: replies(REPLY)})
     for _ in range(8):
         client.calls.clear()
-        assert await prefill_over(client).prefill({}, FakeContext()) == {"reply": 2}
+        assert await prefill_over(client).prefill(ASKED, FakeContext()) == HANDOFF
         assert client.calls in ([2], [1, 2])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lost", [None, HANDOFF, HANDOFF.model_copy(update={"seed": None})])
+async def test_prefill_is_asked_again_what_the_frontend_asked_with_the_seed_of_what_was_lost(lost: Handoff | None) -> None:
+    client = FakeClient({1: replies(REPLY)})
+    sent = {**RAW, "token_ids": b"\1\0\0\0\2\0\0\0", "prefill_result": {"disaggregated_params": {"a": 1}}, "unknown": [1]}
+    await prefill_over(client).prefill(parse_request(sent, FakeContext()), FakeContext(), lost)
+    seed = {"seed": 77} if lost is HANDOFF else {}
+    (asked,) = client.requests
+    assert asked == {
+        **RAW,
+        "sampling_options": {"temperature": 0.5, **seed},
+        "prefill_result": None,
+        "unknown": [1],
+    }
+    assert RAW["sampling_options"] == {"temperature": 0.5}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reply", [{"token_ids": [5]}, {"disaggregated_params": {"schema_version": 99}}])
+async def test_a_reply_without_a_handoff_of_this_release_is_a_peers_fault(reply: dict[str, Any]) -> None:
+    with pytest.raises(PeerFault, match="the prefill worker speaks another schema"):
+        await prefill_over(FakeClient({1: replies(reply)})).prefill(ASKED, FakeContext())
 
 
 @pytest.mark.asyncio
 async def test_two_dead_instances_of_three_are_one_fault_and_no_third_try() -> None:
     client = FakeClient({each: replies(ValueError("Unavailable: x")) for each in (1, 2, 3)})
     with pytest.raises(PeerUnavailable, match="the prefill worker is not reachable"):
-        await prefill_over(client).prefill({}, FakeContext())
+        await prefill_over(client).prefill(ASKED, FakeContext())
     assert len(client.calls) == len(set(client.calls)) == 2
 
 
 @pytest.mark.asyncio
 async def test_without_any_instance_prefill_is_unavailable() -> None:
     with pytest.raises(PeerUnavailable, match="no prefill worker is available"):
-        await prefill_over(FakeClient({})).prefill({}, FakeContext())
+        await prefill_over(FakeClient({})).prefill(ASKED, FakeContext())
 
 
 @pytest.mark.asyncio
 async def test_a_clients_fault_is_not_tried_again() -> None:
     client = FakeClient({each: replies(dynamo.InvalidArgument("no")) for each in (1, 2)})
     with pytest.raises(ClientFault, match="no"):
-        await prefill_over(client).prefill({}, FakeContext())
+        await prefill_over(client).prefill(ASKED, FakeContext())
     assert len(client.calls) == 1
 
 
@@ -213,5 +245,5 @@ async def test_the_deadline_is_shared_by_the_tries_and_whole_for_a_single_instan
     monkeypatch.setattr(peers.time, "monotonic", lambda: 0.0)
     for count in (1, 3):
         with pytest.raises(PeerTimeout):
-            await prefill_over(FakeClient(dict.fromkeys(range(count), replies())), 10.0).prefill({}, FakeContext())
+            await prefill_over(FakeClient(dict.fromkeys(range(count), replies())), 10.0).prefill(ASKED, FakeContext())
     assert given == [10.0, 5.0, 10.0]

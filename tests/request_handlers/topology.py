@@ -14,6 +14,7 @@ from dynamo.trtllm.core import Step, Tokens
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.frontend.response import Chunk
+from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.client import PeerClient
 from dynamo.trtllm.peers.prefill import PrefillPeers
@@ -30,6 +31,8 @@ from media_parts import IMAGE_TOKENS, PLACEHOLDER, loader_over
 
 POOL_BYTES = 1 << 20
 KV_BYTES = 100
+NO_STOPS = StopStrings("")
+"""For requests without stop strings: a tokenizer is not there to be loaded."""
 
 
 class RecordingEngine(DoubleEngine):
@@ -183,7 +186,7 @@ async def pair(stack: AsyncExitStack, **script: Any) -> Pair:
     engine, client = RecordingEngine(**script), FakeClient({})
     info = await engine.start()
     transfer = await start_transfer(stack, GatedTransfer)
-    decode = DecodeHandler(engine, info, transfer, PrefillPeers(PeerClient(client, "prefill"), 60.0))
+    decode = DecodeHandler(engine, info, transfer, PrefillPeers(PeerClient(client, "prefill"), 60.0), NO_STOPS)
     return Pair(worker, engine, transfer, decode, client, [worker])
 
 
@@ -191,7 +194,7 @@ async def aggregated(raw: Mapping[str, Any], **script: Any) -> list[Chunk]:
     """What one worker answers."""
     engine = RecordingEngine(**script)
     info = await engine.start()
-    handler = AggregatedHandler(engine, info, MultimodalProcessor(info, await loader_over(engine)))
+    handler = AggregatedHandler(engine, info, MultimodalProcessor(info, await loader_over(engine)), NO_STOPS)
     return await collect(answered(handler, raw))
 
 

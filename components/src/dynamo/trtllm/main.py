@@ -69,7 +69,6 @@ async def serve(config: WorkerConfig) -> int:
     """Build the worker's parts in order, serve, and take them down in reverse. Returns the exit code."""
     from dynamo.trtllm.engines.factory import create_engine
     from dynamo.trtllm.frontend.endpoint import Egress
-    from dynamo.trtllm.frontend.stop_strings import StopStrings
     from dynamo.trtllm.metrics import WorkerMetrics
     from dynamo.trtllm.model_files import resolve_model, with_default_template
     from dynamo.trtllm.request_handlers.handlers import create_handler
@@ -93,7 +92,6 @@ async def serve(config: WorkerConfig) -> int:
             handler,
             push=config.runtime.push_egress,
             on_dead=service.died,
-            stops=StopStrings(config.engine.model_path),
             on_told=quiet.hide,
         )
         stack.callback(egress.close)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, PlacedMedia, Prompt, TokenBudget
-from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.multimodal.kinds.registry import in_words, plural_of
@@ -36,14 +36,16 @@ class MultimodalProcessor:
         self._media = media
         self._placeholders = {kind: taken.placeholder_id for kind, taken in info.media.items()}
 
-    async def prepare(self, request: Request, context: Context | None = None) -> Prompt:
-        """The prompt of `request` with its media in place.
+    async def prepare(self, request: Request, context: Context | None = None) -> EngineRequest:
+        """What the engine is asked: `request.engine_request`, its media in their places in the prompt.
 
         Raises `ClientFault`, naming the part at fault, and `LimitFault` when the expanded prompt leaves no room for output.
         """
-        places = {kind: request.token_ids.count(token) for kind, token in self._placeholders.items()}
+        asked = request.engine_request
+        token_ids = asked.prompt.token_ids
+        places = {kind: token_ids.count(token) for kind, token in self._placeholders.items()}
         taken = sum(places.values())
-        budget = TokenBudget(len(request.token_ids) - taken, self._info.context_length)
+        budget = TokenBudget(len(token_ids) - taken, self._info.context_length)
         self._require_room(budget, taken)
         self._require_taken(request)
         given = Counter(part.kind for part in request.media)
@@ -51,14 +53,14 @@ class MultimodalProcessor:
             _check_places(kind, count, given[kind])
         options = options_by_kind(request.processor_options, self._info.media)
         if not request.media:
-            return Prompt(request.token_ids)
+            return asked
         parts = request.media
         if request.processor_options:
             parts = tuple(replace(part, options=options[part.kind]) for part in parts)
         items = await self._media.load(parts, budget, context)
-        prompt = expand(request.token_ids, self._placeholders, items, request.text)
+        prompt = expand(token_ids, self._placeholders, items, asked.prompt.text)
         self._require_room(budget, len(prompt.token_ids) - budget.text_tokens)
-        return prompt
+        return replace(asked, prompt=prompt)
 
     def _require_taken(self, request: Request) -> None:
         """Refuse a part of a kind that the engine does not take."""

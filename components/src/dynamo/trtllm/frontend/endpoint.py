@@ -33,7 +33,6 @@ from dynamo.trtllm.errors import (
     to_dynamo,
 )
 from dynamo.trtllm.frontend.response import Chunk, Output, to_chunk
-from dynamo.trtllm.frontend.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Sender(Protocol):
 
 
 class Handler(Protocol):
-    """What serves a request: prepares it and returns its output as it comes."""
+    """What serves a request: parses it once, prepares it and returns its output as it comes."""
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]: ...
 
@@ -182,8 +181,7 @@ class Egress:
     """Drives a handler for every request, by push or by pull, and turns what it raises into Dynamo's exceptions.
 
     Shared by all requests: the counters, the watch and the sending threads. `on_dead` is called with the engine's error when a
-    request found the engine dead, `on_told` with each exception for Dynamo whose request has its line in the log. `stops` ends
-    answers at stop strings; without it the frontend alone does.
+    request found the engine dead, `on_told` with each exception for Dynamo whose request has its line in the log.
     """
 
     def __init__(
@@ -193,14 +191,12 @@ class Egress:
         on_dead: Callable[[WorkerDead], None],
         push: bool = True,
         stall_deadline_s: float = STALL_DEADLINE_S,
-        stops: StopStrings | None = None,
         on_told: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._handler = handler
         self._push_enabled = push
         self._on_dead = on_dead
         self._stall_deadline_s = stall_deadline_s
-        self._stops = stops
         self._on_told = on_told
         self._watch = CancelWatch()
         self._threads = ThreadPoolExecutor(SENDER_THREADS, thread_name_prefix="egress")
@@ -250,7 +246,7 @@ class Egress:
         with _Accounted(self, context):
             self._watch.add(context)
             try:
-                async with aclosing(await self._outputs(request, context)) as outputs:
+                async with aclosing(await self._handler.respond(_object(request), context)) as outputs:
                     # Every token passes here, so the loop is not in a coroutine of its own.
                     sent, push = 0, sender.send
                     async for output in outputs:
@@ -271,7 +267,7 @@ class Egress:
     async def _pull(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         # Each step may run in a task of its own, so there is no one task to cancel: a stopped context ends it between chunks.
         with _Accounted(self, context):
-            async with aclosing(await self._outputs(request, context)) as outputs:
+            async with aclosing(await self._handler.respond(_object(request), context)) as outputs:
                 empty = True
                 async for output in outputs:
                     empty = False
@@ -279,15 +275,6 @@ class Egress:
                     if context.is_stopped():
                         raise RequestCancelled("the client went away")
             _require_output(empty)
-
-    async def _outputs(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        if not isinstance(request, (dict, Mapping)):
-            raise ClientFault("the request must be an object")
-        outputs = await self._handler.respond(request, context)
-        conditions = request.get("stop_conditions")
-        if self._stops is None or not conditions or not conditions.get("stop"):
-            return outputs
-        return await self._stops.watch(request, outputs)
 
     async def _send_rest(self, outputs: AsyncGenerator[Output, None], sender: Sender) -> None:
         outlet = Outlet(sender, self._threads, self._stall_deadline_s)
@@ -387,6 +374,12 @@ def _reason_of(error: Exception) -> str:
         return str(error)
     line = str(cause).partition("\n")[0]
     return f"{error} ({type(cause).__name__}: {line[:_REASON_CHARACTERS]})"
+
+
+def _object(request: Any) -> Mapping[str, Any]:
+    if not isinstance(request, (dict, Mapping)):  # a dict is found without asking the abstract class
+        raise ClientFault("the request must be an object")
+    return request
 
 
 def _require_output(empty: bool) -> None:

@@ -1,7 +1,7 @@
 """The frontend's request, parsed once into a frozen object; nothing further in looks into the request's dict.
 
-Field names and shapes are those that ai-dynamo 1.6's frontend sends to a `ModelInput.Tokens` worker. Media parts stay references
-here: this module fetches nothing and knows no engine.
+Field names and shapes are those that ai-dynamo 1.6's frontend sends to a `ModelInput.Tokens` worker. Media parts stay
+references here: this module fetches nothing, and of engines it knows what one is asked (`EngineRequest`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from dynamo.trtllm.core import GuidedDecoding, Sampling
+from dynamo.trtllm.core import Context, GuidedDecoding, Prompt, Sampling
+from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 from dynamo.trtllm.multimodal.kinds.registry import KINDS
@@ -35,30 +36,27 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation request as the frontend sent it. `token_ids` hold one placeholder for each item of media."""
+    """One generation request as the frontend sent it: what the engine will be asked, and what is to be done before and after."""
 
     model: str
-    token_ids: tuple[int, ...]
-    sampling: Sampling
+    engine_request: EngineRequest
+    """Its prompt holds one placeholder for each item of media, and no media yet."""
     media: tuple[MediaPart, ...] = ()
     processor_options: Mapping[str, Any] = field(default_factory=dict)
     """`mm_processor_kwargs` as they came: which of them the model knows is for its engine to say."""
-    text: str | None = None
-    """The rendered prompt; present only beside media."""
     handoff: Mapping[str, Any] | None = None
     """What the frontend brings to decode from prefill's reply: its `disaggregated_params`."""
-    priority: float | None = None
-    cache_salt: str | None = None
-    dp_rank: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    """The answer ends where the first of them is complete in its text; none is empty."""
+    skips_special_tokens: bool = True
+    """False: the text of special tokens counts when stop strings are looked for."""
     is_health_check: bool = False
-    media_hashes: tuple[str, ...] = ()
-    """The frontend's hexadecimal hash of each media item, in order; empty when it sent none."""
+    original: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The frontend's mapping as it came, for one use: asking another prefill worker the same (`peers.prefill`)."""
 
 
-def parse_request(raw: Mapping[str, Any]) -> Request:
+def parse_request(raw: Mapping[str, Any], context: Context) -> Request:
     """Parse the frontend's dict. Raises `ClientFault` naming the field that this worker cannot serve."""
-    if not isinstance(raw, Mapping):
-        raise ClientFault("the request must be an object")
     extra = _mapping(raw, "extra_args")
     routing = _mapping(raw, "routing")
     if routing.get("lora_name"):
@@ -68,29 +66,42 @@ def parse_request(raw: Mapping[str, Any]) -> Request:
     messages = extra.get("messages")  # present beside media only
     if messages is not None:
         require_known_content(messages)
-    media, cache_salt = _mapping(raw, "multi_modal_data"), _optional(_string, routing, "cache_salt")
+    stop, output = _mapping(raw, "stop_conditions"), _mapping(raw, "output_options")
+    data, cache_salt = _mapping(raw, "multi_modal_data"), _optional(_string, routing, "cache_salt")
+    media = _media(raw, data, messages, cache_salt) if data or messages or raw.get("multi_modal_uuids") else ()
+    hashes = _optional(_strings, extra, "mm_hashes") or ()
     return Request(
         model=str(raw.get("model", "")),
-        token_ids=prompt_ids(raw.get("token_ids")),
-        sampling=_sampling(raw),
-        media=_media(raw, media, messages, cache_salt) if media or messages or raw.get("multi_modal_uuids") else (),
+        engine_request=EngineRequest(
+            request_id=context.id(),
+            prompt=Prompt(prompt_ids(raw.get("token_ids")), (), _optional(_string, extra, "formatted_prompt")),
+            sampling=_sampling(raw, stop, output),
+            priority=_optional(_number, routing, "priority"),
+            cache_salt=cache_salt,
+            dp_rank=_optional(_rank, routing, "dp_rank"),
+            trace_headers=context.trace_headers(),
+            media_hashes=hashes if media else (),
+        ),
+        media=media,
         processor_options=_mapping(raw, "mm_processor_kwargs"),
-        text=_optional(_string, extra, "formatted_prompt"),
         handoff=_optional(_object, _mapping(raw, "prefill_result"), "disaggregated_params"),
-        priority=_optional(_number, routing, "priority"),
-        cache_salt=cache_salt,
-        dp_rank=_optional(_rank, routing, "dp_rank"),
-        is_health_check=bool(raw.get("_HEALTH_CHECK")),
-        media_hashes=_optional(_strings, extra, "mm_hashes") or (),
+        stop_strings=tuple(filter(None, _optional(_strings, stop, "stop") or ())),
+        skips_special_tokens=output.get("skip_special_tokens") is not False,
+        is_health_check=is_health_check(raw),
+        original=raw,
     )
 
 
-def _sampling(raw: Mapping[str, Any]) -> Sampling:
-    options, stop, output = _mapping(raw, "sampling_options"), _mapping(raw, "stop_conditions"), _mapping(raw, "output_options")
+def is_health_check(raw: Mapping[str, Any]) -> bool:
+    """Whether Dynamo's health canary asks, in any role: its request is the worker's own (`service.runtime`)."""
+    return bool(raw.get("_HEALTH_CHECK"))
+
+
+def _sampling(raw: Mapping[str, Any], stop: Mapping[str, Any], output: Mapping[str, Any]) -> Sampling:
+    options = _mapping(raw, "sampling_options")
     _refuse_unsupported(options, output)
     # Most requests set two or three of them, so what is looked up is the given options and not the possible ones.
     chosen = {name: _OPTIONS[name](name, value) for name, value in options.items() if value is not None and name in _OPTIONS}
-    _optional(_strings, stop, "stop")  # looked for in the answer, by `stop_strings`
     eos = frozenset(_optional(_token_ids, raw, "eos_token_ids") or _optional(_token_ids, stop, "stop_token_ids_hidden") or ())
     stops = (
         *(_optional(_token_ids, stop, "stop_token_ids") or ()),
@@ -147,9 +158,7 @@ class _Sent(NamedTuple):
     uuid: str | None
 
 
-def _media(
-    raw: Mapping[str, Any], data: Mapping[str, Any], messages: Any, tenant: str | None
-) -> tuple[MediaPart, ...]:
+def _media(raw: Mapping[str, Any], data: Mapping[str, Any], messages: Any, tenant: str | None) -> tuple[MediaPart, ...]:
     """The media parts of `data`, kind by kind.
 
     The frontend's dict keeps the order within a kind, the prompt's placeholders that between kinds. Parts that it leaves

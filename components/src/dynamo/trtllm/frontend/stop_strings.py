@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dynamo.trtllm.core import Step, Usage
-from dynamo.trtllm.frontend.request import prompt_ids
+from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.frontend.response import Output
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class StopStrings:
         self._model_path = model_path
         self._loading: asyncio.Task[Decode | None] | None = None
 
-    async def watch(self, raw: Mapping[str, Any], outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
-        """`outputs`, ended at the first stop string. `raw` is the frontend's request, which has passed its checks."""
-        if not any(raw["stop_conditions"]["stop"]):
+    async def watch(self, request: Request, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
+        """`outputs`, the answer to `request`, ended at the first of its stop strings; as they are where it has none."""
+        if not request.stop_strings:
             return outputs
         if self._loading is None:
             self._loading = asyncio.create_task(asyncio.to_thread(_load, self._model_path), name="tokenizer")
@@ -100,16 +100,14 @@ class StopStrings:
         except BaseException:
             await outputs.aclose()
             raise
-        return outputs if decode is None else _until_stop(outputs, _finder(decode, raw))
+        return outputs if decode is None else _until_stop(outputs, _finder(decode, request))
 
 
-def _finder(decode: Decode, raw: Mapping[str, Any]) -> StopFinder:
-    conditions, output = raw["stop_conditions"], raw.get("output_options") or {}
-    stops = [stop for stop in conditions["stop"] if stop]
-    prompt = raw["token_ids"]
-    end = prompt[-_CONTEXT_TOKENS * (4 if isinstance(prompt, (bytes, bytearray)) else 1) :]
-    skip = output.get("skip_special_tokens") is not False
-    return StopFinder(decode, stops, prompt_ids(end), conditions.get("min_tokens") or 0, skip)
+def _finder(decode: Decode, request: Request) -> StopFinder:
+    asked = request.engine_request
+    return StopFinder(
+        decode, request.stop_strings, asked.prompt.token_ids, asked.sampling.min_tokens, request.skips_special_tokens
+    )
 
 
 async def _until_stop(outputs: AsyncGenerator[Output, None], finder: StopFinder) -> AsyncGenerator[Output, None]:

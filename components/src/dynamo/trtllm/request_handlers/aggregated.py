@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from dynamo.trtllm.core import Context, Step, Tokens
+from dynamo.trtllm.core import Context
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.frontend.request import parse_request
+from dynamo.trtllm.frontend.response import Output
+from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -17,16 +19,22 @@ class AggregatedHandler(HandlerBase):
     """Context and generation in one engine."""
 
     def __init__(
-        self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer | None = None
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        processor: MultimodalProcessor,
+        stops: StopStrings,
+        transfer: Transfer | None = None,
     ) -> None:
         super().__init__(engine, info, transfer)
         self._processor = processor
+        self._stops = stops
         self._transfer = transfer
 
-    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step | Tokens, None]:
-        request = parse_request(raw)
-        prompt = await self._processor.prepare(request, context)
-        return self._engine.generate(engine_request(request, prompt, context))
+    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
+        request = parse_request(raw, context)
+        answer = self._engine.generate(await self._processor.prepare(request, context))
+        return await self._stops.watch(request, answer) if request.stop_strings else answer
 
     async def close(self) -> None:
         await self._processor.close()

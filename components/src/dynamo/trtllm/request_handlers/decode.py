@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from dynamo.trtllm.core import Context, Prompt, Step, Tokens
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineState
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState
 from dynamo.trtllm.errors import PeerFault, WorkerError
 from dynamo.trtllm.frontend.request import Request, parse_request
+from dynamo.trtllm.frontend.response import Output
+from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.peers.prefill import PrefillPeers
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -27,37 +29,38 @@ class DecodeHandler(HandlerBase):
     Prefill is pure, so a request whose prefill worker died before the KV cache was read is prefilled once more by another one.
     """
 
-    def __init__(self, engine: Engine, info: EngineInfo, transfer: Transfer, prefill: PrefillPeers) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, transfer: Transfer, prefill: PrefillPeers, stops: StopStrings) -> None:
         super().__init__(engine, info, transfer)
+        self._stops = stops
         self._transfer = transfer
         self._prefill = prefill
         self._prefilled_again = 0
         self._background: set[asyncio.Task[None]] = set()
         """Hand-overs that nobody waits for any more."""
 
-    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step | Tokens, None]:
-        request = parse_request(raw)
+    async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
+        request = parse_request(raw, context)
         if request.is_health_check:
-            return self._canary(request, context)
-        return self._decode(request, raw, context)
+            return self._canary(request)
+        answer = self._decode(request, context)
+        return await self._stops.watch(request, answer) if request.stop_strings else answer
 
-    async def _decode(self, request: Request, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Step | Tokens, None]:
-        handoff = await self._handoff(request, raw, context)
+    async def _decode(self, request: Request, context: Context) -> AsyncGenerator[Step | Tokens, None]:
+        handoff = await self._handoff(request, context)
+        asked = _continued(request.engine_request, handoff)
         first = handoff.first_step()
-        if first.finish is None and request.sampling.max_tokens == 1:
+        if first.finish is None and asked.sampling.max_tokens == 1:
             first = first._replace(finish="length", usage=handoff.usage())
         if first.finish is not None:
-            await self._give_up(handoff, request, context)
+            await self._give_up(handoff, asked)
             yield first
             return
-        async with self._reading(handoff, raw, request, context) as reading:
+        async with self._reading(handoff, asked, self._state(handoff, request, context)) as reading:
             yield first
             state = await reading
-        request = replace(request, sampling=replace(request.sampling, seed=handoff.seed))
         attaching = True
-        each = engine_request(request, Prompt(handoff.prompt_token_ids), context)
         try:
-            async with aclosing(self._engine.decode(each, first, state)) as steps:
+            async with aclosing(self._engine.decode(asked, first, state)) as steps:
                 async for step in steps:
                     if attaching:
                         state.release()  # the engine has copied it; the memory is another request's from here on
@@ -66,10 +69,10 @@ class DecodeHandler(HandlerBase):
         finally:
             state.release()
 
-    async def _handoff(self, request: Request, raw: Mapping[str, Any], context: Context) -> Handoff:
+    async def _handoff(self, request: Request, context: Context) -> Handoff:
         """The hand-off that came with the request, or a new one where the frontend could not reach its prefill worker."""
         if not request.handoff:
-            return await self._prefill_again(raw, request, context, None)
+            return await self._prefill_again(request, context, None)
         return self._checked(Handoff.parse(request.handoff, "prefill"))
 
     def _checked(self, handoff: Handoff) -> Handoff:
@@ -79,36 +82,36 @@ class DecodeHandler(HandlerBase):
 
     @asynccontextmanager
     async def _reading(
-        self, handoff: Handoff, raw: Mapping[str, Any], request: Request, context: Context
+        self, handoff: Handoff, asked: EngineRequest, read: Coroutine[Any, Any, EngineState]
     ) -> AsyncIterator[asyncio.Task[EngineState]]:
         """Read the KV cache beside the block. If the block ends without it, it is freed here and on the prefill worker."""
-        reading = asyncio.create_task(self._state(handoff, raw, request, context), name="kv-read")
+        reading = asyncio.create_task(read, name="kv-read")
         try:
             yield reading
         except BaseException:
             if self._engine.holds_until_decoded:
-                self._in_background(self._abandon(reading, handoff, request, context))
+                self._in_background(self._abandon(reading, asked))
             else:
                 reading.cancel()
                 reading.add_done_callback(_release_unused)
                 await self._discard(handoff)
             raise
 
-    async def _give_up(self, handoff: Handoff, request: Request, context: Context) -> None:
+    async def _give_up(self, handoff: Handoff, asked: EngineRequest) -> None:
         """The answer is complete without decode: let go of what prefill holds for it."""
         if self._engine.holds_until_decoded and handoff.meta:
             reading = asyncio.create_task(self._read(handoff), name="kv-read")
-            self._in_background(self._abandon(reading, handoff, request, context))
+            self._in_background(self._abandon(reading, asked))
         else:
             await self._discard(handoff)
 
-    async def _abandon(self, reading: asyncio.Task[EngineState], handoff: Handoff, request: Request, context: Context) -> None:
+    async def _abandon(self, reading: asyncio.Task[EngineState], asked: EngineRequest) -> None:
         try:
             state = await reading
         except WorkerError as error:
-            logger.info("request %s: its hand-over could not be taken back: %s", context.id(), error)
+            logger.info("request %s: its hand-over could not be taken back: %s", asked.request_id, error)
             return
-        self._engine.abandon(engine_request(request, Prompt(handoff.prompt_token_ids), context), state)
+        self._engine.abandon(asked, state)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -119,13 +122,13 @@ class DecodeHandler(HandlerBase):
         if handoff.transfer is not None:
             await self._transfer.discard(handoff.transfer)
 
-    async def _state(self, handoff: Handoff, raw: Mapping[str, Any], request: Request, context: Context) -> EngineState:
+    async def _state(self, handoff: Handoff, request: Request, context: Context) -> EngineState:
         """The engine's state, its KV cache read; from a second prefill if the first one's worker is gone."""
         try:
             return await self._read(handoff)
         except PeerFault as error:
             logger.warning("request %s: prefilling again: %s", context.id(), error)
-        again = await self._prefill_again(raw, request, context, handoff)
+        again = await self._prefill_again(request, context, handoff)
         if again.first_token_ids != handoff.first_token_ids or again.finish is not None:
             await self._discard(again)
             raise PeerFault("the prefill worker was lost and its work could not be repeated")
@@ -137,10 +140,9 @@ class DecodeHandler(HandlerBase):
         received = await self._transfer.fetch(handoff.transfer)
         return EngineState(handoff.meta, received.tensors, received.release)
 
-    async def _prefill_again(self, raw: Mapping[str, Any], request: Request, context: Context, lost: Handoff | None) -> Handoff:
+    async def _prefill_again(self, request: Request, context: Context, lost: Handoff | None) -> Handoff:
         self._prefilled_again += 1
-        reply = await self._prefill.prefill(_prefill_copy(raw, request, lost), context)
-        return self._checked(Handoff.parse(reply.get("disaggregated_params") or {}, "prefill"))
+        return self._checked(await self._prefill.prefill(request, context, lost))
 
     def stats(self) -> Mapping[str, float]:
         return {**transfer_stats(self._transfer), "prefilled_again_total": self._prefilled_again}
@@ -159,15 +161,10 @@ def _release_unused(reading: asyncio.Task[EngineState]) -> None:
         reading.result().release()
 
 
-def _prefill_copy(raw: Mapping[str, Any], request: Request, lost: Handoff | None) -> dict[str, Any]:
-    """The request as the frontend would send it to prefill, with the seed of the lost one so that the first token is the same.
-
-    Token ids go as a list: packed ones are bytes, which Dynamo's client cannot send.
-    """
-    sampling = dict(raw.get("sampling_options") or {})
-    if lost is not None and lost.seed is not None:
-        sampling["seed"] = lost.seed
-    return {**raw, "token_ids": list(request.token_ids), "prefill_result": None, "sampling_options": sampling}
+def _continued(asked: EngineRequest, handoff: Handoff) -> EngineRequest:
+    """The engine's request with what prefill made of it: the expanded prompt, no media any more, and its seed."""
+    sampling = asked.sampling if asked.sampling.seed == handoff.seed else replace(asked.sampling, seed=handoff.seed)
+    return replace(asked, prompt=Prompt(handoff.prompt_token_ids), sampling=sampling, media_hashes=())
 
 
 def _with_cached(step: Step | Tokens, cached_tokens: int) -> Step | Tokens:

@@ -8,6 +8,7 @@ from typing import Any
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineFault
+from dynamo.trtllm.frontend.request import is_health_check
 from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
@@ -25,14 +26,15 @@ class EncodeHandler(HandlerBase):
         self._transfer = transfer
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
-        return self._reply(raw)
+        if is_health_check(raw):
+            return self._health()
+        return self._reply(EncodeRequest.parse(raw, "calling"))
 
-    async def _reply(self, raw: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
-        if isinstance(raw, Mapping) and raw.get("_HEALTH_CHECK"):
-            await self._engine.check_health()
-            yield {"token_ids": [], "finish_reason": "stop"}
-            return
-        request = EncodeRequest.parse(raw, "calling")
+    async def _health(self) -> AsyncGenerator[Chunk, None]:
+        await self._engine.check_health()
+        yield {"token_ids": [], "finish_reason": "stop"}
+
+    async def _reply(self, request: EncodeRequest) -> AsyncGenerator[Chunk, None]:
         parts = [MediaPart(item.position, item.kind, item.url, item.uuid, item.tenant, item.options) for item in request.items]
         items = await self._loader.load(parts, TokenBudget(request.text_tokens, request.context_length))
         offers: list[Offer] = []

@@ -1,6 +1,6 @@
 """What the roles share: the disaggregation modes' common steps, from the frontend's dict to the engine.
 
-A handler reads: parse, prepare, call the engine. It raises from `errors`; `egress` decides what the client sees.
+A handler reads: parse, prepare, call the engine. It raises from `errors`; `frontend.endpoint` decides what the client sees.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from dynamo.trtllm.core import Context, Prompt, Step, Tokens
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest
+from dynamo.trtllm.core import Context, Step, Tokens
+from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.frontend.response import Output
 from dynamo.trtllm.transfer.port import Offer, Transfer
@@ -28,9 +28,10 @@ class HandlerBase(ABC):
 
     @abstractmethod
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        """Prepare one request and return its output as it will come, the last item with its finish reason.
+        """Parse and prepare one request, and return its output as it will come, the last item with its finish reason.
 
-        A stream of the engine is returned as it is: each generator around it costs every token half a microsecond.
+        `raw` goes no further than its parsing. A stream of the engine is returned as it is: each generator around it costs
+        every token half a microsecond.
         """
 
     def stats(self) -> Mapping[str, float]:
@@ -51,9 +52,9 @@ class HandlerBase(ABC):
     async def close(self) -> None:
         """Free what the role holds."""
 
-    def _canary(self, request: Request, context: Context) -> AsyncGenerator[Step | Tokens, None]:
+    def _canary(self, request: Request) -> AsyncGenerator[Step | Tokens, None]:
         """Answer a health check from the engine alone, in every role: nothing is handed over that nobody would fetch."""
-        return self._engine.generate(engine_request(request, Prompt(request.token_ids), context))
+        return self._engine.generate(request.engine_request)
 
 
 @contextmanager
@@ -65,20 +66,6 @@ def withdrawn_on_failure(offers: list[Offer]) -> Iterator[None]:
         for offer in offers:
             offer.release()
         raise
-
-
-def engine_request(request: Request, prompt: Prompt, context: Context) -> EngineRequest:
-    """The engine's view of a parsed request whose prompt is ready."""
-    return EngineRequest(
-        request_id=context.id(),
-        prompt=prompt,
-        sampling=request.sampling,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        dp_rank=request.dp_rank,
-        trace_headers=context.trace_headers(),
-        media_hashes=request.media_hashes if prompt.media else (),
-    )
 
 
 def transfer_stats(transfer: Transfer) -> dict[str, float]:

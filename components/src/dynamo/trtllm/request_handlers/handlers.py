@@ -8,6 +8,7 @@ from typing import Any
 from dynamo.trtllm.config import Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.client import connect
@@ -33,7 +34,7 @@ async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo,
     if config.role is Role.ENCODE and not info.encodes_apart:
         raise StartupError("this model has no separate encoder: drop the encode worker and let prefill encode")
     if config.role is Role.AGGREGATED and config.peers.encode_endpoint is None:
-        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, None))
+        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, None), _stops(config))
     transfer = await _start_transfer(config.transfer)
     try:
         return await _handler_over(transfer, config, engine, info, runtime)
@@ -44,14 +45,15 @@ async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo,
 
 async def _handler_over(transfer: Transfer, config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any) -> HandlerBase:
     if config.role is Role.AGGREGATED:
-        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, transfer), transfer)
+        processor = await _processor(config, engine, info, runtime, transfer)
+        return AggregatedHandler(engine, info, processor, _stops(config), transfer)
     if config.role is Role.PREFILL:
         processor = await _processor(config, engine, info, runtime, transfer)
         return PrefillHandler(engine, info, processor, transfer)
     if config.role is Role.DECODE:
         client = await connect(runtime, config.peers.prefill_endpoint, "prefill")
         prefill = PrefillPeers(client, config.peers.timeout_s)
-        return DecodeHandler(engine, info, transfer, prefill)
+        return DecodeHandler(engine, info, transfer, prefill, _stops(config))
     return EncodeHandler(engine, info, _loader(config, engine, info), transfer)
 
 
@@ -74,6 +76,10 @@ async def _processor(
 
 def _loader(config: WorkerConfig, engine: Engine, info: EngineInfo) -> MediaLoader:
     return MediaLoader(engine, info, config.media, config.model.modality)
+
+
+def _stops(config: WorkerConfig) -> StopStrings:
+    return StopStrings(config.engine.model_path)
 
 
 async def _start_transfer(config: TransferConfig) -> Transfer:

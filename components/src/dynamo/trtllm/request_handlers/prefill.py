@@ -9,11 +9,11 @@ from typing import Any
 
 from dynamo.trtllm.core import Context, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
-from dynamo.trtllm.frontend.request import Request, parse_request
+from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.frontend.response import Chunk, to_chunk
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.messages import Handoff, wire_logprobs
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, engine_request, transfer_stats, withdrawn_on_failure
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
@@ -28,12 +28,10 @@ class PrefillHandler(HandlerBase):
     async def respond(
         self, raw: Mapping[str, Any], context: Context
     ) -> AsyncGenerator[Step | Tokens, None] | AsyncGenerator[Chunk, None]:
-        request = parse_request(raw)
+        request = parse_request(raw, context)
         if request.is_health_check:
-            return self._canary(request, context)
-        request = _for_context_stage(request)
-        prompt = await self._processor.prepare(request, context)
-        return self._prefill(engine_request(request, prompt, context))
+            return self._canary(request)
+        return self._prefill(_for_context_stage(await self._processor.prepare(request, context)))
 
     async def _prefill(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         prefilled = await self._engine.prefill(request)
@@ -64,7 +62,7 @@ class PrefillHandler(HandlerBase):
         await self._transfer.close()
 
 
-def _for_context_stage(request: Request) -> Request:
+def _for_context_stage(request: EngineRequest) -> EngineRequest:
     """The frontend asks prefill for one token; the request goes on, so the engine must keep its state after it.
 
     A sampled request without a seed gets one here, so that both stages draw from one random stream.
