@@ -21,8 +21,6 @@ import torch
 from dynamo.trtllm.core import GuidedDecoding
 from dynamo.trtllm.errors import ClientFault, EngineFault, WorkerError
 
-MaskRow = npt.NDArray[np.int32]
-
 _MAX_TEXT = 1 << 18
 """Characters of a grammar."""
 _MAX_KEPT = 64
@@ -39,26 +37,49 @@ class Grammar:
         self.ends = ends
         """Tokens that end an answer: allowed where the grammar is complete."""
 
-    def allow(self, row: MaskRow, unwanted: Sequence[int] = ()) -> None:
-        """Write the tokens that may come next into `row` [words], a bit each, without `unwanted` if others remain.
+    def write_mask(self, address: int, nbytes: int) -> None:
+        """Write the tokens that may come next to memory, a bit each.
 
         Raises `ClientFault` when the grammar has become too complex to follow, and `EngineFault` when it was left.
         """
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(address, nbytes)
         if self._matcher.is_error():
             if _is_foreign_token(self._matcher.get_error()):
                 raise EngineFault("a token was chosen that the request's grammar does not allow")
             raise ClientFault("guided decoding: the grammar is too complex; make its repetitions or alternatives fewer")
-        if unwanted:
-            kept = row.view(np.uint32).copy()
-            for token in unwanted:
-                kept[token // _WORD] &= ~np.uint32(1 << token % _WORD)
-            if kept.any():
-                row[:] = kept.view(np.int32)
 
     def take(self, token_id: int) -> None:
         """Go on behind `token_id`. Where the grammar does not allow it, the next `allow` says so."""
         self._matcher.consume_token(token_id)
+
+
+class Masks:
+    """What the grammars of a step's rows allow: `bits` [rows, words] int32, a bit per token from the lowest; all at first."""
+
+    def __init__(self, rows: int, vocabulary: int) -> None:
+        self.bits: npt.NDArray[np.int32] = np.full((rows, words(vocabulary)), -1, dtype=np.int32)
+        self._address = self.bits.ctypes.data
+        self._stride = self.bits.strides[0]
+        self._vocabulary = vocabulary
+
+    def allow(self, row: int, grammar: Grammar, unwanted: Sequence[int] = ()) -> None:
+        """Leave in `row` what `grammar` allows, without `unwanted` if others remain. Raises as `Grammar.write_mask`."""
+        grammar.write_mask(self._address + row * self._stride, self._stride)
+        if unwanted:
+            kept = self.bits[row].view(np.uint32).copy()
+            for token in unwanted:
+                kept[token // _WORD] &= ~np.uint32(1 << token % _WORD)
+            if kept.any():
+                self.bits[row] = kept.view(np.int32)
+
+    def open(self, row: int) -> None:
+        """Allow all tokens in `row` again."""
+        self.bits[row] = -1
+
+    def forbidden(self) -> torch.Tensor:
+        """[rows, vocabulary] bool."""
+        bits = np.unpackbits((~self.bits).view(np.uint8), axis=1, count=self._vocabulary, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
 
 
 class Grammars:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from dynamo.trtllm.engines.transformers.batch import Chosen
 from dynamo.trtllm.engines.transformers.device_sampling import Kind, choose, read
+from dynamo.trtllm.engines.transformers.grammars import Masks
 from dynamo.trtllm.engines.transformers.rows import RowTable
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
 from dynamo.trtllm.engines.transformers.sequence import Sequence
@@ -170,16 +170,16 @@ class GraphBatch:
     def _write_masks(self) -> list[Chosen]:
         """Tell the device what the grammars allow; those of no more use fail their requests."""
         failed = []
-        masks = np.full((len(self.sequences), self._table.masks.shape[1]), -1, dtype=np.int32)
-        for row, sequence in zip(masks, self.sequences, strict=True):
+        masks = Masks(len(self.sequences), self._table.vocabulary)
+        for row, sequence in enumerate(self.sequences):
             choice = sequence.choice
             if choice.grammar is not None:
                 try:
-                    choice.grammar.allow(row, choice.banned_at(sequence.output))
+                    masks.allow(row, choice.grammar, choice.banned_at(sequence.output))
                 except WorkerError as error:
-                    row[:] = -1
+                    masks.open(row)
                     failed.append(Chosen(sequence, 0, None, error))
-        self._table.masks[: len(masks)].copy_(torch.from_numpy(masks))
+        self._table.masks[: len(self.sequences)].copy_(torch.from_numpy(masks.bits))
         return failed
 
     def _settle(self) -> None:

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from dynamo.trtllm.core import Sampling, StepLogprobs, TokenLogprob
-from dynamo.trtllm.engines.transformers.grammars import Grammar, MaskRow, allowed, words
+from dynamo.trtllm.engines.transformers.grammars import Grammar, Masks
 from dynamo.trtllm.errors import ClientFault
 
 logger = logging.getLogger(__name__)
@@ -145,8 +144,10 @@ def sample(
     them, a list with each row's log probabilities. Changes nothing in `choices`.
     """
     adjusted = logits
-    if any(c.min_tokens > i or c.has_penalties or c.grammar for c, i in zip(choices, indices, strict=True)):
+    if any(c.has_penalties or (c.min_tokens > i and c.grammar is None) for c, i in zip(choices, indices, strict=True)):
         adjusted = _adjust(logits.float().clone(), choices, indices)
+    if any(c.grammar is not None for c in choices):
+        adjusted = adjusted.masked_fill(_forbidden(choices, indices, logits), -math.inf)
     tokens = adjusted.argmax(-1)
     drawn = [row for row, c in enumerate(choices) if c.temperature > 0.0]
     if drawn:
@@ -187,22 +188,16 @@ def _adjust(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[i
             scores -= choice.presence * seen + choice.frequency * choice.counts
         if choice.grammar is None and choice.banned_at(index):
             scores[list(choice.banned)] = -math.inf
-    guided = [row for row, choice in enumerate(choices) if choice.grammar is not None]
-    if guided:
-        masks = _masks(guided, choices, indices, logits.shape[1])
-        is_allowed = allowed(torch.from_numpy(masks).to(logits.device), logits.shape[1])
-        logits[guided] = logits[guided].masked_fill(~is_allowed, -math.inf)
     return logits
 
 
-def _masks(rows: Sequence[int], choices: Sequence[Choice], indices: Sequence[int], vocabulary: int) -> MaskRow:
-    """What the grammars of `rows` allow, [rows, words] int32."""
-    masks = np.zeros((len(rows), words(vocabulary)), dtype=np.int32)
-    for mask, row in zip(masks, rows, strict=True):
-        grammar = choices[row].grammar
-        assert grammar is not None
-        grammar.allow(mask, choices[row].banned_at(indices[row]))
-    return masks
+def _forbidden(choices: Sequence[Choice], indices: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """What the grammars do not allow: [rows, vocabulary] bool, on the device of `logits`."""
+    masks = Masks(len(choices), logits.shape[1])
+    for row, (choice, index) in enumerate(zip(choices, indices, strict=True)):
+        if choice.grammar is not None:
+            masks.allow(row, choice.grammar, choice.banned_at(index))
+    return masks.forbidden().to(logits.device)
 
 
 def _draw(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> torch.Tensor:
