@@ -35,6 +35,8 @@ from processes.cluster import DEMO_NAME, die_with_parent  # noqa: E402
 from processes.topologies import TOPOLOGIES  # noqa: E402
 
 ONE_LIMIT, MANY_LIMIT, REPEATED_LIMIT, TTFT_LIMIT = 1.0, 5.0, 5.0, 1.5
+GUIDED_LIMIT = 1.1
+ENGINE_SIDES = ("generate", "one", "many", "guided")
 BASE = "agg"
 HELD_TO_BASE = {"disagg": "EP/D", "epd_disagg": "E/P/D"}
 MEDIA_STAGES = {"decode": "fetch + decode", "encode": "fetch + decode + encode"}
@@ -79,11 +81,12 @@ def engine_table(rounds: Rounds, concurrency: int) -> Table:
     table = Table(title="portable engine, one picture per request: median (quartiles)")
     for name in ("what", "tokens per second", "ratio", "CPU per token, ms"):
         table.add_column(name, justify="left" if name == "what" else "right")
-    generate, one, many = (column(rounds, "tokens_per_s", name) for name in ("generate", "one", "many"))
+    generate, one, many, guided = (column(rounds, "tokens_per_s", name) for name in ENGINE_SIDES)
     rows = (
         ("Transformers generate, one request", "generate", generate, None, ""),
         ("portable engine, one request", "one", one, generate, " of generate"),
         (f"portable engine, {concurrency} at once", "many", many, one, " of one request"),
+        (f"portable engine, {concurrency} at once, with a JSON schema", "guided", guided, many, " of those without"),
     )
     for title, key, rate, base, of in rows:
         ratio = "" if base is None else f"{report.show(report.ratios(rate, base))}{of}"
@@ -93,10 +96,12 @@ def engine_table(rounds: Rounds, concurrency: int) -> Table:
 
 
 def engine_bars(rounds: Rounds, concurrency: int) -> list[report.Bar]:
-    generate, one, many = (column(rounds, "tokens_per_s", name) for name in ("generate", "one", "many"))
+    generate, one, many, guided = (column(rounds, "tokens_per_s", name) for name in ENGINE_SIDES)
+    per_token = f"time per token with a JSON schema over that without, {concurrency} at once"
     return [
         report.Bar("one request, tokens/s over generate's", report.ratios(one, generate), ONE_LIMIT, at_least=True),
         report.Bar(f"{concurrency} at once, tokens/s over one request's", report.ratios(many, one), MANY_LIMIT, at_least=True),
+        report.Bar(per_token, report.ratios(many, guided), GUIDED_LIMIT, at_least=False),
     ]
 
 

@@ -2,8 +2,8 @@
 """Tokens per second of the portable engine beside Transformers' `generate`; run by `serving.py` in a process of its own.
 
 One thread each. A round is, in alternating order: one request through `generate`, the same request through the engine, and
-several at once through the engine. Each request is a picture and a question of its own, from decoded picture to the last token.
-Prints a JSON object per round.
+several at once through the engine, free and with a JSON schema to follow. Each request is a picture and a question of its own,
+from decoded picture to the last token. Prints a JSON object per round.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ import transformers  # noqa: E402
 import uvloop  # noqa: E402
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality  # noqa: E402
-from dynamo.trtllm.core import DecodedImage, Sampling  # noqa: E402
+from dynamo.trtllm.core import DecodedImage, GuidedDecoding, Sampling  # noqa: E402
 from dynamo.trtllm.demo.pictures import draw  # noqa: E402
 from dynamo.trtllm.engines.port import EngineRequest  # noqa: E402
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine  # noqa: E402
 from dynamo.trtllm.model_files import resolve_model  # noqa: E402
 from dynamo.trtllm.multimodal_processor import expand  # noqa: E402
 
+SIDES = ("generate", "one", "many", "guided")
 QUESTION = "Describe the picture."
+GRAMMAR = GuidedDecoding(json={"type": "array", "items": {"type": "string", "minLength": 8000}, "minItems": 1})
+"""Longer than any answer here, so that a guided one has as many tokens as a free one."""
 PICTURE_SIZE = (224, 224)
 
 
@@ -68,37 +71,40 @@ class Portable:
         self._placeholder = placeholder
         self._token_ids = tuple(token_ids)
 
-    async def run(self, image: DecodedImage, tokens: int) -> list[int]:
+    async def run(self, image: DecodedImage, tokens: int, guided: GuidedDecoding | None = None) -> list[int]:
         """The greedy continuation, `tokens` ids."""
-        prompt = expand(self._token_ids, self._placeholder, await self._engine.encode([image]))
-        sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        prompt = expand(self._token_ids, {"image": self._placeholder}, await self._engine.encode([image]))
+        sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, guided=guided)
         request = EngineRequest(request_id=image.digest, prompt=prompt, sampling=sampling)
         return [token async for step in self._engine.generate(request) for token in step.token_ids]
 
-    async def run_many(self, images: Sequence[DecodedImage], tokens: int) -> list[list[int]]:
+    async def run_many(
+        self, images: Sequence[DecodedImage], tokens: int, guided: GuidedDecoding | None = None
+    ) -> list[list[int]]:
         """All at once, each a request of its own."""
-        return list(await asyncio.gather(*(self.run(image, tokens) for image in images)))
+        return list(await asyncio.gather(*(self.run(image, tokens, guided) for image in images)))
 
 
 async def run_round(number: int, reference: Reference, portable: Portable, tokens: int, concurrency: int) -> dict[str, Any]:
-    """Wall and CPU time of the three, and whether `generate`, the engine and the engine under load gave the same tokens."""
+    """Wall and CPU time of the four, and whether `generate`, the engine and the engine under load gave the same tokens."""
     images = [picture(number * concurrency + at) for at in range(concurrency)]
     seconds: dict[str, float] = {}
     cpu: dict[str, float] = {}
     outputs: dict[str, list[int]] = {}
-    for name in ("generate", "one", "many") if number % 2 == 0 else ("many", "one", "generate"):
+    for name in SIDES if number % 2 == 0 else reversed(SIDES):
         start, start_cpu = time.perf_counter(), time.process_time()
         if name == "generate":
             outputs[name] = reference.run(images[0], tokens)
         elif name == "one":
             outputs[name] = await portable.run(images[0], tokens)
         else:
-            outputs[name] = (await portable.run_many(images, tokens))[0]
+            guided = GRAMMAR if name == "guided" else None
+            outputs[name] = (await portable.run_many(images, tokens, guided))[0]
         seconds[name], cpu[name] = time.perf_counter() - start, time.process_time() - start_cpu
     if any(len(output) != tokens for output in outputs.values()):
         raise RuntimeError(f"not {tokens} tokens: { {name: len(output) for name, output in outputs.items()} }")
     same = outputs["generate"] == outputs["one"] == outputs["many"]
-    counts = {"generate": tokens, "one": tokens, "many": tokens * concurrency}
+    counts = {"generate": tokens, "one": tokens, "many": tokens * concurrency, "guided": tokens * concurrency}
     return {
         "tokens_per_s": {name: count / seconds[name] for name, count in counts.items()},
         "cpu_per_token_s": {name: cpu[name] / count for name, count in counts.items()},

@@ -52,11 +52,11 @@ def test_serving_compares_the_engine_with_generate_and_a_new_image_with_a_repeat
     printed, stored = run("serving.py", tmp_path, "--rounds", "2", "--tokens", "8", "--concurrency", "3")
     assert "Transformers generate, one request" in printed
     assert "same tokens from generate, alone and among 3: 2 of 2 rounds" in printed
-    assert [set(each["tokens_per_s"]) for each in stored["engine"]] == [{"generate", "one", "many"}] * 2
+    assert [set(each["tokens_per_s"]) for each in stored["engine"]] == [{"generate", "one", "many", "guided"}] * 2
     assert [set(each) for each in stored["media"]] == [{"decode", "encode"}] * 2
     assert_positive([each["tokens_per_s"] for each in stored["engine"]])
     assert_positive(stored["media"])
-    assert [bar["limit"] for bar in stored["bars"]] == [1.0, 5.0, 5.0, 5.0]
+    assert [bar["limit"] for bar in stored["bars"]] == [1.0, 5.0, 1.1, 5.0, 5.0]
 
 
 def test_serving_measures_first_token_and_gaps_of_each_topology(tmp_path: Path) -> None:
