@@ -215,3 +215,216 @@ def test_a_media_kind_is_at_most_six_files(tmp_path: Path) -> None:
         "a content part is text, image_url, video_url, audio_url, input_audio or points_url"
     )
     assert len(KIND_IN_THE_PIPELINE) + len(KIND_IN_AN_ENGINE_AND_IN_PROSE) <= 6
+
+
+class CopiedPackage:
+    """A copy of the package, with a file more and a line more in a file that it has."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._package = directory / "dynamo" / "trtllm"
+        ignored = shutil.ignore_patterns("__pycache__", "model")
+        shutil.copytree(Path(config.__file__).parent, self._package, ignore=ignored)
+        self.touched: list[str] = []
+
+    def add_file(self, name: str, text: str) -> None:
+        file = self._package / name
+        assert not file.exists()
+        file.write_text(text)
+        self.touched.append(name)
+
+    def add_line(self, name: str, after: str, line: str) -> None:
+        """Put `line` behind the only line of the file that says `after`."""
+        file = self._package / name
+        lines = file.read_text().splitlines(keepends=True)
+        (at,) = [number for number, each in enumerate(lines) if after in each]
+        lines.insert(at + 1, line + "\n")
+        file.write_text("".join(lines))
+        self.touched.append(name)
+
+    def ask(self, program: str) -> Any:
+        """What `program`, run over the copy, prints last, as JSON."""
+        program = f"import sys; sys.path.insert(0, {str(self._directory)!r})\n{program}"
+        command = [sys.executable, "-c", program]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert asked.returncode == 0, asked.stderr
+        return json.loads(asked.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> CopiedPackage:
+    return CopiedPackage(tmp_path)
+
+
+def test_an_engine_is_a_file_and_a_line(copied: CopiedPackage) -> None:
+    copied.add_file("engines/parrot.py", PARROT)
+    copied.add_line("roles.py", 'DOUBLE = "double"', '    PARROT = "parrot", "parrot:ParrotEngine"')
+    found = copied.ask(SERVE_BY_THE_PARROT)
+    assert found["tokens"] == [7, 8, 9]
+    assert found["named in help"] is True
+    assert found["unknown"] == (
+        "--engine must be tensorrt_llm, transformers, double or parrot, not 'budgerigar'"
+    )
+    assert len(copied.touched) == 2
+
+
+def test_an_engine_whose_library_is_missing_says_what_its_line_says(copied: CopiedPackage) -> None:
+    copied.add_file("engines/parrot.py", "import no_such_library\n")
+    line = '    PARROT = "parrot", "parrot:ParrotEngine", "no_such_library", "parrots live elsewhere"'
+    copied.add_line("roles.py", 'DOUBLE = "double"', line)
+    assert copied.ask(START_THE_PARROT) == ["parrots live elsewhere", "parrots live elsewhere"]
+
+
+def test_a_transfer_backend_is_a_file_and_a_line(copied: CopiedPackage) -> None:
+    copied.add_file("transfer/pigeon.py", PIGEON)
+    copied.add_line("transfer/registry.py", '"local":', '    "pigeon": "dynamo.trtllm.transfer.pigeon:PigeonTransport",')
+    assert copied.ask(HAND_OVER_BY_PIGEON) == ["pigeon", [1.0, 2.0, 3.0], 0]
+    assert len(copied.touched) == 2
+
+
+def test_a_tensorrt_llm_release_is_a_file_and_a_line(copied: CopiedPackage, tmp_path: Path) -> None:
+    """Its own record judges it: an argument that is new in it is taken, and everybody knows where that was read."""
+    installed = tmp_path / "tensorrt_llm-1.5.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.5.0\n")
+    before = copied.ask(JUDGE_THE_RELEASE)
+    assert before["nearest"] == "1.4.0rc2"
+    assert before["note"] is not None
+    copied.add_file("engines/tensorrt_llm/record/releases/v1_5_0.py", NEW_RELEASE)
+    copied.add_line("engines/tensorrt_llm/record/releases/__init__.py", '"v1_4_0rc2"', '    "v1_5_0",')
+    after = copied.ask(JUDGE_THE_RELEASE)
+    assert (after["nearest"], after["note"], after["untested"]) == ("1.5.0", None, [])
+    assert len(after["faults"]) == 1
+    assert "brand_newer" in after["faults"][0]
+    assert after["source"] == "docs of 1.5.0"
+    assert len(copied.touched) == 2
+
+
+PARROT = '''
+"""Says the prompt again."""
+
+from dynamo.trtllm.core import Step, Usage
+from dynamo.trtllm.engines.double import DoubleEngine
+
+
+class ParrotEngine(DoubleEngine):
+    async def generate(self, request):
+        ids = request.prompt.token_ids
+        yield Step(ids, None, "length", None, Usage(len(ids), len(ids)))
+'''
+SERVE_BY_THE_PARROT = '''
+import asyncio, json
+from dynamo.trtllm.engines.factory import create_engine, require_installed
+from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.request_handlers.handlers import create_handler
+from dynamo.trtllm.utils.command_line import build_parser
+from dynamo.trtllm.utils.trtllm_utils import parse
+
+class Context:
+    def id(self):
+        return "1"
+    def trace_headers(self):
+        return None
+
+async def serve(config):
+    require_installed(config.engine.kind)
+    engine = create_engine(config.engine)
+    handler = await create_handler(config, engine, await engine.start(), None)
+    stream = await handler.respond({"model": "m", "token_ids": [7, 8, 9]}, Context())
+    ids = [each async for step in stream for each in step.token_ids]
+    await handler.close()
+    await engine.close()
+    return ids
+
+def refusal(*words):
+    try:
+        parse([*words, "--model-path", "demo"])
+    except StartupError as error:
+        return error.message
+
+print(json.dumps({
+    "tokens": asyncio.run(serve(parse(["--engine", "parrot", "--model-path", "demo"]).config)),
+    "named in help": "parrot" in build_parser().format_help(),
+    "unknown": refusal("--engine", "budgerigar"),
+}))
+'''
+START_THE_PARROT = '''
+import json
+from dynamo.trtllm.config import EngineConfig, EngineKind
+from dynamo.trtllm.engines.factory import create_engine, require_installed
+from dynamo.trtllm.errors import StartupError
+
+said = []
+for start in (lambda: require_installed(EngineKind.PARROT), lambda: create_engine(EngineConfig(kind=EngineKind.PARROT))):
+    try:
+        start()
+    except StartupError as error:
+        said.append(error.message)
+print(json.dumps(said))
+'''
+PIGEON = '''
+"""Copies within the process, under another name."""
+
+from typing import ClassVar
+
+from dynamo.trtllm.transfer.local import LocalTransport
+
+
+class PigeonTransport(LocalTransport):
+    name: ClassVar[str] = "pigeon"
+'''
+HAND_OVER_BY_PIGEON = '''
+import asyncio, json
+import torch
+from dynamo.trtllm.config import TransferConfig
+from dynamo.trtllm.transfer.registry import create_transfer
+
+async def main():
+    sender, reader = (create_transfer(TransferConfig(backend="pigeon", pool_bytes=1 << 16)) for _ in range(2))
+    await sender.start()
+    await reader.start()
+    offer = await sender.offer({"x": torch.tensor([1.0, 2.0, 3.0])}, 5.0)
+    async with await reader.fetch(offer.descriptor, 5.0) as received:
+        values = received.tensors["x"].tolist()
+    await offer.settled(5.0)
+    found = [offer.descriptor.transport, values, sender.stats().pool_used_bytes]
+    await reader.close()
+    await sender.close()
+    return found
+
+print(json.dumps(asyncio.run(main())))
+'''
+NEW_RELEASE = '''
+"""TensorRT-LLM 1.5.0."""
+
+from dataclasses import replace
+
+from dynamo.trtllm.engines.tensorrt_llm.record.releases import v1_4_0rc2 as before
+
+RELEASE = replace(
+    before.RELEASE,
+    version="1.5.0",
+    llm_arguments={**before.RELEASE.llm_arguments, "brand_new": "D150"},
+    read_in={"D150": "docs of 1.5.0"},
+)
+'''
+JUDGE_THE_RELEASE = '''
+import json
+from dataclasses import replace
+from dynamo.trtllm.config import EngineConfig
+from dynamo.trtllm.engines.tensorrt_llm.record import SOURCES, nearest_release
+from dynamo.trtllm.preflight.faults import find_faults
+from dynamo.trtllm.preflight.versions import untested
+from dynamo.trtllm.utils.trtllm_utils import parse
+
+config = parse(["--model-path", "demo"]).config
+config = replace(config, engine=replace(config.engine, args={**config.engine.args, "brand_new": 3, "brand_newer": 4}))
+record, note = nearest_release("1.5.0")
+print(json.dumps({
+    "nearest": record.version,
+    "note": note,
+    "untested": [each for each in untested() if "TensorRT-LLM" in each],
+    "faults": [each for each in find_faults(config) if "brand_n" in each],
+    "source": SOURCES.get("D150"),
+}))
+'''

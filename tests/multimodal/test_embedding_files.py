@@ -316,7 +316,7 @@ class TestContent:
         assert message_of(saved(torch.ones(shape))) == words
 
     def test_a_batch_of_several_images(self) -> None:
-        assert message_of(saved(torch.ones(2, 4, 6))) == "mm_embeddings holds a batch of 2; an embedding file holds one image"
+        assert message_of(saved(torch.ones(2, 4, 6))) == "mm_embeddings holds a batch of 2; send one image per part"
 
     @pytest.mark.parametrize("value", [{}, [], None, 7, "x", [FEATURES], {"embeddings": FEATURES}, {"mm_embeddings": [FEATURES]}])
     def test_a_file_without_the_main_tensor_is_told_the_key(self, value: Any) -> None:

@@ -21,12 +21,37 @@ class Modality(str, Enum):
     MULTIMODAL = "multimodal"
 
 
-class EngineKind(str, Enum):
-    """Which adapter serves the model (`--engine`)."""
+_NO_TENSORRT_LLM = (
+    "TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on a machine with an NVIDIA GPU, use "
+    "NVIDIA's image, or choose the portable engine with `--engine transformers`"
+)
+_NO_TRANSFORMERS = (
+    "the portable engine needs Python 3.11 or later and Transformers 5.24 to 5.39: "
+    "run `pip install 'dynamo-trtllm[portable]'`"
+)
 
-    TENSORRT_LLM = "tensorrt_llm"
-    TRANSFORMERS = "transformers"
-    DOUBLE = "double"
+
+class EngineKind(str, Enum):
+    """Which adapter serves the model (`--engine`): the registry of engines.
+
+    Another engine is a module with an `Engine` and a line here: its name, its class below `dynamo.trtllm.engines`, the
+    library without which it cannot start (None: it needs none), and what to say where that is missing. Nothing is
+    imported before an engine is chosen.
+    """
+
+    adapter: str
+    library: str | None
+    missing: str
+
+    def __new__(cls, name: str, adapter: str = "", library: str | None = None, missing: str = "") -> EngineKind:
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.adapter, kind.library, kind.missing = adapter, library, missing
+        return kind
+
+    TENSORRT_LLM = "tensorrt_llm", "tensorrt_llm.engine:TensorRTLLMEngine", "tensorrt_llm", _NO_TENSORRT_LLM
+    TRANSFORMERS = "transformers", "transformers.engine:TransformersEngine", "transformers", _NO_TRANSFORMERS
+    DOUBLE = "double", "double:DoubleEngine"
 
 
 _COMPONENTS = {

@@ -27,6 +27,7 @@ from dynamo.trtllm.core import (
     Tokens,
     Usage,
 )
+from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled, ProcessorOption
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError, require_room
 
@@ -148,10 +149,7 @@ class DoubleEngine(Engine):
     def adopt_embeddings(
         self, kind: str, digest: str, tensors: Mapping[str, Any], extras: Mapping[str, Any]
     ) -> EncodedMedia:
-        features = tensors["features"]
-        features = features[0] if features.dim() == 3 and features.shape[0] == 1 else features
-        if features.dim() != 2 or features.shape[1] != _HIDDEN:
-            raise ClientFault(f"embeddings must be [tokens, {_HIDDEN}] for this model, not {list(features.shape)}")
+        features = rows_of_one_item("embeddings", tensors["features"], _HIDDEN)
         ids = (self._placeholder_of(kind),) * int(features.shape[0])
         return EncodedMedia(kind, digest, {"features": features}, ids, extras)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.tensor_pickle import Plain, RefusedPickle, StorageRecord, TensorRecord, read_tensor_pickle
 
@@ -209,13 +210,10 @@ def _checked(value: Any, key: str) -> torch.Tensor:
         raise ClientFault(f"{key} of the embedding file must be a tensor")
     if value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ClientFault(f"{key} must hold floating-point numbers of 16, 32 or 64 bits")
-    if value.dim() not in (2, 3) or value.numel() == 0:
-        raise ClientFault(f"{key} must be [tokens, hidden] or [1, tokens, hidden], not {list(value.shape)}")
-    if value.dim() == 3 and value.shape[0] != 1:
-        raise ClientFault(f"{key} holds a batch of {value.shape[0]}; an embedding file holds one image")
+    rows = rows_of_one_item(key, value)
     if not bool(torch.isfinite(value).all()):
         raise ClientFault(f"{key} holds values that are not finite")
-    return value.reshape(value.shape[-2:])
+    return rows
 
 
 class _Auxiliary:

@@ -15,7 +15,8 @@ from importlib import metadata, util
 from typing import Any
 
 from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, Role, WorkerConfig
-from dynamo.trtllm.engines.tensorrt_llm.record import RECORD, ModelFacts, Release, find_model_facts
+from dynamo.trtllm.engines.tensorrt_llm.arguments import needs_transceiver
+from dynamo.trtllm.engines.tensorrt_llm.record import PAIRED_WITH_DYNAMO, RECORD, ModelFacts, Release, find_model_facts
 from dynamo.trtllm.preflight.engine_rules import find_engine_faults
 from dynamo.trtllm.preflight.files import find_file_faults
 from dynamo.trtllm.preflight.shape import ModelShape, find_shape
@@ -23,7 +24,6 @@ from dynamo.trtllm.roles import a_role
 from dynamo.trtllm.utils.engine_args import find_wrong, show
 from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, origin_of, without
 
-TARGET_RELEASE = "1.3.0rc29"
 NIXL_MACHINES = ("x86_64", "aarch64")
 DEFAULT_MAX_NUM_TOKENS = 8192
 """TensorRT-LLM's own default of `max_num_tokens`."""
@@ -68,7 +68,7 @@ def release_to_check() -> Release | None:
     try:
         return RECORD.get(metadata.version("tensorrt_llm"))
     except metadata.PackageNotFoundError:
-        return RECORD[TARGET_RELEASE]
+        return RECORD[PAIRED_WITH_DYNAMO]
 
 
 def facts_of(shape: ModelShape | None) -> ModelFacts | None:
@@ -138,10 +138,7 @@ def _kv_transfer(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str
         yield f"TensorRT-LLM does not split {shape.architecture} over prefill and decode workers: serve it aggregated"
     backend = find_value(config.engine.args, "cache_transceiver_config.backend")
     if not backend:
-        yield (
-            f"{a_role(config.role)} moves KV caches and needs cache_transceiver_config.backend in its engine configuration, the "
-            "same on prefill and decode, for instance NIXL"
-        )
+        yield needs_transceiver(config.role)
     elif str(backend).upper() in ("NIXL", "DEFAULT") and platform.machine() != "x86_64":
         yield (
             f"{_said(config, 'cache_transceiver_config.backend')} moves KV caches by NIXL, which TensorRT-LLM supports on x86_64 "

@@ -14,6 +14,7 @@ from typing import Any
 from dynamo.trtllm.config import EngineConfig, Modality, Role
 from dynamo.trtllm.engines.tensorrt_llm.library import Library, nested_default, nested_fields
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.roles import a_role
 
 logger = logging.getLogger(__name__)
 
@@ -103,16 +104,21 @@ def _skip_tokenizer(config: EngineConfig, args: Mapping[str, Any]) -> bool:
     return bool(args.get("skip_tokenizer_init", True))
 
 
+def needs_transceiver(role: Role) -> str:
+    """What to say to a prefill or decode worker without a way for its KV caches."""
+    return (
+        f"{a_role(role)} moves KV caches and needs cache_transceiver_config.backend in its engine configuration, the same on "
+        "prefill and decode, for instance NIXL"
+    )
+
+
 def _require_transceiver(role: Role, args: Mapping[str, Any], library: Library) -> None:
     section = args.get("cache_transceiver_config")
     backend = section.get("backend") if isinstance(section, dict) else getattr(section, "backend", None)
     if isinstance(section, dict) and backend:
         _limit_waiting(section, library)
     if not backend:
-        raise StartupError(
-            f"a {role.value} worker moves KV caches and needs cache_transceiver_config.backend in its engine configuration, "
-            "the same on prefill and decode, for instance NIXL"
-        )
+        raise StartupError(needs_transceiver(role))
 
 
 def _fit_runtime(args: Mapping[str, Any], library: Library) -> None:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.core import EncodedMedia
+from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
 from dynamo.trtllm.engines.tensorrt_llm.record import ModelFacts
 from dynamo.trtllm.errors import ClientFault
 
@@ -44,11 +45,7 @@ def adopt(
     """
     if not facts.attaches_embeddings or placeholder_id is None:
         raise ClientFault("this model takes no precomputed embeddings")
-    if features.dim() == 3 and features.shape[0] == 1:
-        features = features[0]
-    if features.dim() != 2 or features.shape[0] < 1 or (hidden_size is not None and features.shape[1] != hidden_size):
-        wanted = hidden_size if hidden_size is not None else "hidden size"
-        raise ClientFault(f"embeddings must be [tokens, {wanted}] for this model, not {list(features.shape)}")
+    features = rows_of_one_item("embeddings", features, hidden_size)
     rows = int(features.shape[0])
     ids = [placeholder_id] * rows
     told: dict[str, Any] = {**extras, FROM_FILE: True}

@@ -17,11 +17,7 @@ from typing import Any
 from dynamo.trtllm.engines.tensorrt_llm.record import Release, release_record
 from dynamo.trtllm.engines.tensorrt_llm.request_ids import id_maker
 from dynamo.trtllm.errors import StartupError
-
-INSTALL_HINT = (
-    "TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on a machine with an NVIDIA GPU, use NVIDIA's "
-    "image, or choose the portable engine with `--engine transformers`"
-)
+from dynamo.trtllm.roles import EngineKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +52,7 @@ def load_library() -> Library:
         root = import_module("tensorrt_llm")
     except ModuleNotFoundError as error:
         if error.name == "tensorrt_llm":
-            raise StartupError(INSTALL_HINT) from error
+            raise StartupError(EngineKind.TENSORRT_LLM.missing) from error
         raise StartupError(f"TensorRT-LLM is installed but its dependency {error.name} is missing") from error
     except (ImportError, OSError) as error:
         raise StartupError(f"TensorRT-LLM is installed but cannot be imported: {_first_line(error)}") from error

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dynamo.trtllm.core import DecodedImage, EncodedMedia
+from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
 from dynamo.trtllm.engines.transformers.families import Family, ImageTokens
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.errors import ClientFault
@@ -112,12 +113,7 @@ class ImageEncoder:
         return self._assemble(digest, levels, self._family.adopt(self._image, rows, extras))
 
     def _level(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        hidden = self._loaded.hidden_size
-        if tensor.dim() == 3 and tensor.shape[0] != 1:
-            raise ClientFault(f"embeddings hold a batch of {tensor.shape[0]}; send one image per part")
-        flat = tensor[0] if tensor.dim() == 3 else tensor
-        if flat.dim() != 2 or flat.shape[1] != hidden or not flat.shape[0]:
-            raise ClientFault(f"{name} must be [tokens, {hidden}] for this model, not {list(tensor.shape)}")
+        flat = rows_of_one_item(name, tensor, self._loaded.hidden_size)
         if not flat.is_floating_point():
             raise ClientFault(f"{name} must be floating point, not {str(tensor.dtype).removeprefix('torch.')}")
         cast = flat.detach().to(self._loaded.dtype)

@@ -53,6 +53,8 @@ class Release:
     """Name of a behaviour -> its value and its source."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Group -> source, for the groups that have no source of their own."""
+    read_in: Mapping[str, str] = field(default_factory=dict)
+    """Sources that no other release names: key -> where that is. They join `SOURCES`."""
     read_from: str = "source"
     """`source`, or `documentation` for a release whose source could not be read."""
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-SOURCES: Mapping[str, str] = {
+from dynamo.trtllm.engines.tensorrt_llm.record.releases import RECORD
+
+_SHARED: Mapping[str, str] = {
     "M121": "tensorrt_llm/ of 1.2.1, as its documentation renders it (`1.2.1/_modules`, exact)",
     "D121": "docs of 1.2.1, built from commit 376f7e1 (exact)",
     "M29": "tensorrt_llm/ of 1.3.0rc29, as its documentation renders it (`1.3.0rc29/_modules`, exact)",
@@ -36,4 +38,9 @@ SOURCES: Mapping[str, str] = {
     "YC": "the library's api_stability references (stable set)",
     "dyn": "Dynamo 1.6.1's own component, which pins 1.3.0rc29: calls known to work",
     "inferred": "follows from what is written above, written nowhere",
+}
+
+SOURCES: Mapping[str, str] = {
+    **_SHARED,
+    **{key: where for release in RECORD.values() for key, where in release.read_in.items()},
 }
