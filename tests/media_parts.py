@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ class GatedEngine(DoubleEngine):
         if self.gate is not None:
             await self.gate.wait()
         return await super().encode(images)
+
+
+def taking_images(info: EngineInfo, **changes: Any) -> EngineInfo:
+    """`info` of an engine that takes images in another way (`MediaInput`)."""
+    return replace(info, media={**info.media, "image": replace(info.media["image"], **changes)})
 
 
 async def started(engine: DoubleEngine) -> tuple[DoubleEngine, EngineInfo]:

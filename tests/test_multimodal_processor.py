@@ -56,7 +56,6 @@ def info(context_length: int = 100, placeholder: int | None = PLACEHOLDER) -> En
         max_num_seqs=1,
         max_num_batched_tokens=100,
         media={} if placeholder is None else {"image": MediaInput(placeholder_id=placeholder)},
-        encodes_apart=True,
     )
 
 

@@ -326,8 +326,8 @@ async def handlers(place: Place, architecture: str = TEXT) -> Any:
         await transfer.start()
 
         class Plain:
-            async def prepare(self, request: Any, context: Any = None) -> Prompt:
-                return Prompt(request.token_ids)
+            async def prepare(self, request: Any, context: Any = None) -> EngineRequest:
+                return request.engine_request  # type: ignore[no-any-return]
 
         prefill = PrefillHandler(engine, info, Plain(), transfer)  # type: ignore[arg-type]
         decode = DecodeHandler(engine, info, transfer, None, StopStrings(""))  # type: ignore[arg-type]

@@ -181,7 +181,7 @@ async def test_info_is_read_back_from_the_engine(release: str, model: Path) -> N
         expected = (64, None) if release == "1.2.1" else (32, 128)
         assert (info.kv_block_size, info.total_kv_blocks) == expected
         assert info.extras["tensorrt_llm"] == release
-        assert (info.placeholder_id("image"), info.encodes_apart, info.hidden_size) == (None, False, None)
+        assert (info.media, info.hidden_size) == ({}, None)
 
 
 # Options of a request

@@ -14,6 +14,7 @@ import torch
 
 from dynamo.trtllm.config import Role
 from dynamo.trtllm.core import EncodedMedia, Prompt, Step
+from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.engines.tensorrt_llm import mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.model import describe_model
@@ -49,6 +50,12 @@ def release(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+def how_images_are_taken(info: EngineInfo) -> tuple[bool, bool, bool]:
+    """Encoded first by the engine itself; taken as an encode worker's embeddings; taken as a file's."""
+    image = info.media["image"]
+    return image.encodes, image.takes_encoded, image.takes_files
+
+
 def config_of(path: Path, architecture: str, role: Role = Role.AGGREGATED, **args: Any) -> Any:
     return engine_config(model_directory(path / architecture, architecture), role, images=True, args=args)
 
@@ -63,7 +70,8 @@ def question(architecture: str, items: list[Any], **options: Any) -> Any:
 @pytest.mark.asyncio
 async def test_pictures_go_in_decoded_with_text_or_ids_by_release(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, QWEN25)) as (engine, info):
-        assert (info.placeholder_id("image"), info.encodes_apart, info.hidden_size) == (IMAGE_ID, False, None)
+        assert (info.placeholder_id("image"), info.hidden_size) == (IMAGE_ID, None)
+        assert how_images_are_taken(info) == (False, True, False)
         items = [picture(84, 56, 10), picture(56, 56, 20)]
         output = await generate(engine, question(QWEN25, items))
         call = instances()[-1].seen[-1]
@@ -216,7 +224,7 @@ async def test_encoded_apart_gives_what_one_engine_gives(release: str, tmp_path:
     if (release, architecture) == ("1.2.1", LLAVA):
         pictures = pictures[:1]  # this release takes one handle a request for it
     async with started(config_of(tmp_path, architecture, Role.ENCODE, max_batch_size=4)) as (encoder, info):
-        assert info.encodes_apart
+        assert how_images_are_taken(info) == (True, False, architecture == LLAVA)
         encoded = await encoder.encode(pictures)
     async with started(config_of(tmp_path, architecture, **BOTH_HALVES)) as (engine, _):
         whole = await generate(engine, question(architecture, pictures))
@@ -299,14 +307,14 @@ async def test_a_model_without_an_encoder_of_its_own_is_refused_in_the_encode_ro
 @pytest.mark.asyncio
 async def test_llama4_has_an_encode_role_for_embedding_files_only(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAMA4, Role.ENCODE)) as (engine, info):
-        assert info.extras["images_encoded_apart"] is False
+        assert how_images_are_taken(info) == (False, False, True)
         special = {"image_special_tokens": [21], "image_special_token_offsets": [1]}
         adopted = engine.adopt_embeddings("image", "file", {"features": torch.ones(1, 3, 8)}, special)
         assert adopted.token_ids == (IMAGE_ID, 21, IMAGE_ID, IMAGE_ID)
-        with pytest.raises(ClientFault, match="takes embedding files only"):
+        with pytest.raises(EngineFault, match="no encoder of its own"):
             await engine.encode([picture()])
     async with started(config_of(tmp_path, LLAMA4)) as (engine, info):
-        assert info.hidden_size == 8
+        assert (info.hidden_size, how_images_are_taken(info)) == (8, (False, False, True))
         assert (await generate(engine, question(LLAMA4, [adopted]))).finish == "length"
 
 

@@ -166,7 +166,7 @@ async def test_images_of_earlier_turns_are_seen_where_they_stand(subject: Subjec
 @pytest.mark.asyncio
 async def test_an_image_takes_the_tokens_that_were_foretold_and_is_the_same_in_any_batch(subject: Subject) -> None:
     if not subject.takes_images:
-        assert subject.info.encodes_apart is False
+        assert subject.info.media == {}
         return
     images = [DecodedImage(str(i), noise_image(30 + i, *size)) for i, size in enumerate(SIZES)]
     together = await asyncio.gather(*(subject.engine.encode([image]) for image in images))

@@ -79,7 +79,7 @@ async def test_a_multimodal_model_serves_text_alone_when_asked_to(tmp_path: Path
     (tmp_path / "preprocessor_config.json").unlink(missing_ok=True)
     engine = _engine(tmp_path)
     info = await engine.start()
-    assert (info.placeholder_id("image"), info.encodes_apart, info.hidden_size) == (None, False, None)
+    assert (info.media, info.hidden_size) == ({}, None)
     assert len((await generate(engine, request((30, 31), max_tokens=3, ignore_eos=True))).token_ids) == 3
     await engine.close()
 
@@ -143,7 +143,9 @@ async def test_the_facts_of_a_started_engine(tmp_path: Path) -> None:
     info = await engine.start()
     assert (info.max_num_seqs, info.max_num_batched_tokens, info.context_length) == (5, 99, 128)
     assert (info.kv_block_size, info.total_kv_blocks) == (8, 64)
-    assert (info.placeholder_id("image"), info.encodes_apart, info.hidden_size) == (7, True, 64)
+    image = info.media["image"]
+    assert (image.placeholder_id, info.hidden_size) == (7, 64)
+    assert (image.encodes, image.takes_encoded, image.takes_files) == (True, True, True)
     assert (info.extras["dtype"], info.extras["device"], info.extras["family"]) == ("bfloat16", "cpu", "Qwen2-VL")
     assert torch.get_num_threads() == 1
     await engine.close()

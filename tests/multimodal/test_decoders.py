@@ -24,7 +24,7 @@ from dynamo.trtllm.multimodal.decode import BROKEN, check_header, decode
 from dynamo.trtllm.multimodal.decoders import SMALL_PIXELS, decode_apart
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
-from media_parts import ROOMY, GatedEngine, loader_over, parts, png_url
+from media_parts import ROOMY, GatedEngine, loader_over, parts, png_url, taking_images
 
 CONFIG = MediaConfig()
 SMALL = 1
@@ -164,7 +164,7 @@ def load(loader: MediaLoader, directory: Path, shade: int) -> asyncio.Task[Any]:
 
 async def slow_loader(directory: Path) -> MediaLoader:
     engine = GatedEngine()
-    info = replace(await engine.start(), encodes_apart=False)
+    info = taking_images(await engine.start(), encodes=False)
     return await loader_over(engine, info=info, allowed_local_path=directory, local_files=True)
 
 

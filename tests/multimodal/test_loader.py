@@ -17,7 +17,18 @@ from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
 from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart
 from fakes import cancelled, outcome, until
-from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, ROOMY, GatedEngine, loader_over, parts, png_url, write_embeddings
+from media_parts import (
+    HIDDEN,
+    IMAGE_TOKENS,
+    PLACEHOLDER,
+    ROOMY,
+    GatedEngine,
+    loader_over,
+    parts,
+    png_url,
+    taking_images,
+    write_embeddings,
+)
 
 
 class Fetches:
@@ -63,7 +74,7 @@ async def test_a_picture_that_a_request_holds_twice_is_loaded_once_and_counts_tw
 @pytest.mark.asyncio
 async def test_an_engine_that_encodes_itself_is_given_decoded_pictures() -> None:
     engine = GatedEngine()
-    info = replace(await engine.start(), encodes_apart=False)
+    info = taking_images(await engine.start(), encodes=False)
     loader = await loader_over(engine, info=info)
     (item,) = await loader.load(parts(png_url(7, size=3)), ROOMY)
     assert isinstance(item, DecodedImage)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from dynamo.trtllm.errors import EngineDead, EngineFault, LimitFault, Overloaded, PartFault, PeerFault
+from dynamo.trtllm.errors import EngineDead, LimitFault, Overloaded, PartFault, PeerFault
 from dynamo.trtllm.frontend.endpoint import Egress
 from dynamo.trtllm.peers.messages import EncodeItem, EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.pooled import PooledTransfer
 from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, until
-from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
+from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, taking_images, write_embeddings
 from request_handlers.topology import start_transfer
 
 
@@ -39,11 +39,11 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
-async def start(stack: AsyncExitStack, transfer: dict[str, Any] | None = None, **media: Any) -> Worker:
+async def start(stack: AsyncExitStack, transfer: dict[str, Any] | None = None, encodes: bool = True, **media: Any) -> Worker:
     engine = GatedEngine()
-    info = await engine.start()
+    info = taking_images(await engine.start(), encodes=encodes)
     ours = await start_transfer(stack, **(transfer or {}))
-    return Worker(engine, ours, EncodeHandler(engine, info, await loader_over(engine, **media), ours))
+    return Worker(engine, ours, EncodeHandler(engine, info, await loader_over(engine, info=info, **media), ours))
 
 
 def asking(*urls: str, text_tokens: int = 1, context_length: int = 1000, first: int = 1) -> dict[str, Any]:
@@ -154,11 +154,19 @@ async def test_a_caller_that_leaves_during_encoding_leaves_nothing(stack: AsyncE
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_does_not_encode_apart_is_a_fault_of_ours(stack: AsyncExitStack) -> None:
-    worker = await start(stack)
-    worker.handler._loader._encodes = False
-    with pytest.raises(EngineFault, match="the encode worker's engine does not encode apart"):
-        await worker.reply(asking(png_url(1)))
+async def test_a_worker_that_encodes_nothing_takes_embedding_files_and_names_the_image_that_it_cannot_take(
+    stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    worker = await start(stack, encodes=False, allowed_local_path=tmp_path)
+    file = write_embeddings(tmp_path, "e.pt", 3)
+    assert [item.token_ids for item in (await worker.reply(asking(file))).items] == [(PLACEHOLDER,) * 3]
+    with pytest.raises(PartFault) as caught:
+        await worker.reply(asking(file, png_url(1)))
+    assert caught.value.message == (
+        "image 2: this encode worker takes embedding files only: images of this model are encoded by prefill and "
+        "aggregated workers"
+    )
+    assert (worker.engine.encoded, worker.transfer.stats().offers_total) == ([], 1)
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,7 @@ from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.frontend.response import Output, to_chunk
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.peers.encode import RemoteEncoder
-from dynamo.trtllm.peers.files_apart import FilesApart
+from dynamo.trtllm.peers.split_media import SplitMedia
 from dynamo.trtllm.request_handlers import handlers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
@@ -25,7 +25,7 @@ from dynamo.trtllm.request_handlers.prefill import PrefillHandler
 from dynamo.trtllm.transfer.port import Transfer
 from dynamo.trtllm.transfer.registry import create_transfer
 from fakes import FakeClient, answered, collect, raw_request
-from media_parts import PLACEHOLDER, GatedEngine, png_url
+from media_parts import PLACEHOLDER, GatedEngine, png_url, taking_images
 
 ENCODE = "dyn://dynamo.tensorrt_llm_encode.generate"
 
@@ -70,10 +70,10 @@ def config(role: Role, **peers: Any) -> WorkerConfig:
 
 
 async def create(
-    role: Role, runtime: Runtime | None = None, *, extras: dict[str, Any] | None = None, **peers: Any
+    role: Role, runtime: Runtime | None = None, *, images: dict[str, bool] | None = None, **peers: Any
 ) -> HandlerBase:
     engine = GatedEngine()
-    info = replace(await engine.start(), extras=extras or {})
+    info = taking_images(await engine.start(), **(images or {}))
     return await create_handler(config(role, **peers), engine, info, runtime or Runtime())
 
 
@@ -120,26 +120,31 @@ async def test_a_model_that_is_not_encoded_apart_asks_an_encode_worker_for_embed
     transfers: list[Transfer],
 ) -> None:
     runtime = Runtime()
-    handler = await create(Role.PREFILL, runtime, extras={"images_encoded_apart": False}, encode_endpoint=ENCODE)
-    assert type(source(handler)) is FilesApart
+    handler = await create(Role.PREFILL, runtime, images={"takes_encoded": False}, encode_endpoint=ENCODE)
+    assert type(source(handler)) is SplitMedia
     assert runtime.asked == [ENCODE]
     await handler.close()
 
 
 @pytest.mark.asyncio
 async def test_a_model_that_takes_no_embeddings_refuses_an_encode_worker(transfers: list[Transfer]) -> None:
-    nothing = {"images_encoded_apart": False, "embedding_files": False}
+    nothing = {"takes_encoded": False, "takes_files": False}
     with pytest.raises(StartupError, match="takes no embeddings from an encode worker: remove --encode-endpoint"):
-        await create(Role.PREFILL, Runtime(), extras=nothing, encode_endpoint=ENCODE)
+        await create(Role.PREFILL, Runtime(), images=nothing, encode_endpoint=ENCODE)
 
 
 @pytest.mark.asyncio
 async def test_an_encode_worker_without_an_encoder_does_not_start_nor_its_transfer(transfers: list[Transfer]) -> None:
-    engine = GatedEngine()
-    info = replace(await engine.start(), encodes_apart=False)
     with pytest.raises(StartupError, match="this model has no separate encoder"):
-        await create_handler(config(Role.ENCODE), engine, info, Runtime())
+        await create(Role.ENCODE, images={"encodes": False, "takes_files": False})
     assert transfers == []
+
+
+@pytest.mark.asyncio
+async def test_an_encode_worker_of_embedding_files_alone_starts(transfers: list[Transfer]) -> None:
+    handler = await create(Role.ENCODE, images={"encodes": False})
+    assert type(handler) is EncodeHandler
+    await handler.close()
 
 
 @pytest.mark.asyncio

@@ -100,8 +100,7 @@ class DoubleEngine(Engine):
             total_kv_blocks=script.context_length // 32,
             max_num_seqs=script.max_num_seqs,
             max_num_batched_tokens=script.context_length,
-            media={kind: MediaInput(placeholder_id=token, options=_OPTIONS) for kind, token in script.placeholder_ids.items()},
-            encodes_apart=bool(script.placeholder_ids),
+            media={kind: _media_input(token) for kind, token in script.placeholder_ids.items()},
             hidden_size=_HIDDEN,
         )
 
@@ -261,6 +260,10 @@ class DoubleEngine(Engine):
         import torch
 
         return EngineState(meta, {"kv": torch.full((size,), key % 251, dtype=torch.uint8)})
+
+
+def _media_input(placeholder: int) -> MediaInput:
+    return MediaInput(placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=_OPTIONS)
 
 
 def _is_plain(sampling: Sampling) -> bool:

@@ -42,10 +42,17 @@ class ProcessorOption:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInput:
-    """How an engine takes one kind of media."""
+    """How an engine takes one kind of media: the one answer to where items of it are encoded."""
 
     placeholder_id: int
     """The id that the chat template writes once for each item of the kind; no two kinds share one."""
+    encodes: bool = False
+    """True: items go through `Engine.encode` in this process first, and the prompt comes expanded. False: the engine takes them
+    decoded; of an encode worker, that it encodes none."""
+    takes_encoded: bool = False
+    """The engine takes embeddings that an encode worker made of an item."""
+    takes_files: bool = False
+    """The engine takes embeddings from a file (`Engine.adopt_embeddings`)."""
     rule: Any = None
     """What of an item the model wants read, in the form that the kind's file names (`multimodal.kinds`): for a video
     which frames, for audio at which rate. None where everything is."""
@@ -68,10 +75,8 @@ class EngineInfo:
     """Most prompt tokens that are computed in one step."""
     media: Mapping[str, MediaInput] = field(default_factory=dict)
     """The kinds of media that the engine takes, by their names; none: it takes text alone."""
-    encodes_apart: bool = False
-    """True: media go through `encode` first and `Prompt.token_ids` come expanded. False: the engine takes decoded media."""
     hidden_size: int | None = None
-    """Width of an embedding row; None: the engine attaches no precomputed embeddings."""
+    """Width of an embedding row, where the engine takes rows."""
     data_parallel_size: int = 1
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Facts for the start-up log and the model card, for instance the library's version."""
@@ -170,7 +175,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
-        """Embeddings of `items`, in order. Only where `EngineInfo.encodes_apart` or in the encode role.
+        """Embeddings of `items`, in order. Only of kinds of which `MediaInput.encodes` is true.
 
         Raises `ClientFault`, without a part's position, for a kind or a size that the model does not take.
         """

@@ -60,7 +60,6 @@ class MediaLoader:
 
     def __init__(self, engine: Engine, info: EngineInfo, config: MediaConfig, modality: Modality) -> None:
         self._engine = engine
-        self._encodes = info.encodes_apart
         self._takes = info.media
         self._kinds = [KINDS[name] for name in info.media if name in KINDS]
         self._config = config
@@ -105,9 +104,7 @@ class MediaLoader:
     def _keys(self, parts: Sequence[MediaPart], sources: Sequence[Source]) -> list[_Key]:
         """What each part stands for: of a uuid alone whose content is sent by another part of the request, that content."""
         sent = {
-            (part.kind, part.uuid): source
-            for part, source in zip(parts, sources, strict=True)
-            if not isinstance(source, Known)
+            (part.kind, part.uuid): source for part, source in zip(parts, sources, strict=True) if not isinstance(source, Known)
         }
         return [
             (part.kind, sent.get((part.kind, part.uuid), source) if isinstance(source, Known) else source)
@@ -138,9 +135,7 @@ class MediaLoader:
         return found
 
     @staticmethod
-    def _require_one_content_each(
-        sent: Sequence[tuple[MediaPart, Source]], inspected: Mapping[_Key, Inspected]
-    ) -> None:
+    def _require_one_content_each(sent: Sequence[tuple[MediaPart, Source]], inspected: Mapping[_Key, Inspected]) -> None:
         named: dict[tuple[str, str], NamedContent] = {}
         for part, source in sent:
             content = inspected[part.kind, source].content
@@ -193,7 +188,9 @@ class MediaLoader:
         decoded = await media.kind.decode(media.data, media.digest, media.shape, media.rule, self._config)
         if media.part.options:
             decoded = replace(decoded, options=media.part.options)
-        return (await self._engine.encode([decoded]))[0] if self._encodes else decoded
+        if not self._takes[media.part.kind].encodes:
+            return decoded
+        return (await self._engine.encode([decoded]))[0]
 
     async def _embeddings(self, media: Inspected) -> MediaItem:
         assert isinstance(media.source, EmbeddingFile)

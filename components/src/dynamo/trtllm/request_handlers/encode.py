@@ -7,9 +7,10 @@ from typing import Any
 
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
-from dynamo.trtllm.errors import EngineFault
+from dynamo.trtllm.errors import PartFault
 from dynamo.trtllm.frontend.request import is_health_check
 from dynamo.trtllm.frontend.response import Chunk
+from dynamo.trtllm.multimodal.kinds.registry import plural_of
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.peers.messages import EncodedItem, EncodeReply, EncodeRequest
@@ -37,15 +38,14 @@ class EncodeHandler(HandlerBase):
     async def _reply(self, request: EncodeRequest) -> AsyncGenerator[Chunk, None]:
         parts = [MediaPart(item.position, item.kind, item.url, item.uuid, item.tenant, item.options) for item in request.items]
         items = await self._loader.load(parts, TokenBudget(request.text_tokens, request.context_length))
+        encoded = [_require_encoded(part, item) for part, item in zip(parts, items, strict=True)]
         offers: list[Offer] = []
         with withdrawn_on_failure(offers):
-            reply = EncodeReply(items=tuple([await self._offer(item, offers) for item in items]))
+            reply = EncodeReply(items=tuple([await self._offer(item, offers) for item in encoded]))
             yield reply.model_dump(mode="json")
 
-    async def _offer(self, item: MediaItem, offers: list[Offer]) -> EncodedItem:
+    async def _offer(self, item: EncodedMedia, offers: list[Offer]) -> EncodedItem:
         """Offer the tensors of `item`, adding the offer to `offers`, and describe it."""
-        if not isinstance(item, EncodedMedia):
-            raise EngineFault("the encode worker's engine does not encode apart")
         offers.append(await self._transfer.offer(item.tensors))
         return EncodedItem(
             kind=item.kind,
@@ -64,3 +64,14 @@ class EncodeHandler(HandlerBase):
     async def close(self) -> None:
         await self._loader.close()
         await self._transfer.close()
+
+
+def _require_encoded(part: MediaPart, item: MediaItem) -> EncodedMedia:
+    """`item` of `part`; decoded media are those of a kind that this worker's engine does not encode (`MediaInput.encodes`)."""
+    if isinstance(item, EncodedMedia):
+        return item
+    message = (
+        f"this encode worker takes embedding files only: {plural_of(part.kind)} of this model are encoded by prefill and "
+        "aggregated workers"
+    )
+    raise PartFault(part.position, message, kind=part.kind)

@@ -9,12 +9,13 @@ from dynamo.trtllm.config import Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.frontend.stop_strings import StopStrings
+from dynamo.trtllm.multimodal.kinds.registry import in_words, plural_of
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.client import connect
 from dynamo.trtllm.peers.encode import RemoteEncoder
-from dynamo.trtllm.peers.files_apart import FilesApart
 from dynamo.trtllm.peers.prefill import PrefillPeers
+from dynamo.trtllm.peers.split_media import SplitMedia
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
@@ -31,7 +32,7 @@ async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo,
 
     `runtime` is Dynamo's `DistributedRuntime`. Raises `StartupError` when the transfer cannot be used on this machine.
     """
-    if config.role is Role.ENCODE and not info.encodes_apart:
+    if config.role is Role.ENCODE and not any(kind.encodes or kind.takes_files for kind in info.media.values()):
         raise StartupError("this model has no separate encoder: drop the encode worker and let prefill encode")
     if config.role is Role.AGGREGATED and config.peers.encode_endpoint is None:
         return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, None), _stops(config))
@@ -62,16 +63,16 @@ async def _processor(
 ) -> MultimodalProcessor:
     if config.peers.encode_endpoint is None or transfer is None:
         return MultimodalProcessor(info, _loader(config, engine, info))
-    apart, files = (info.extras.get(name, True) for name in ("images_encoded_apart", "embedding_files"))
-    if not apart and not files:
+    if not any(kind.takes_encoded or kind.takes_files for kind in info.media.values()):
         raise StartupError("this model takes no embeddings from an encode worker: remove --encode-endpoint")
     fallback = _loader(config, engine, info) if config.peers.encode_fallback else None
     client = await connect(runtime, config.peers.encode_endpoint, "encode")
     remote = RemoteEncoder(client, transfer, config.peers, config.media, fallback)
-    if apart:
+    here = [plural_of(name) for name, kind in info.media.items() if not kind.takes_encoded]
+    if not here:
         return MultimodalProcessor(info, remote)
-    logger.warning("This model's pictures are encoded here; --encode-endpoint is asked for embedding files")
-    return MultimodalProcessor(info, FilesApart(_loader(config, engine, info), remote))
+    logger.warning("%s of this model are encoded here; --encode-endpoint is asked for their embedding files", in_words(here))
+    return MultimodalProcessor(info, SplitMedia(_loader(config, engine, info), remote, info.media))
 
 
 def _loader(config: WorkerConfig, engine: Engine, info: EngineInfo) -> MediaLoader:

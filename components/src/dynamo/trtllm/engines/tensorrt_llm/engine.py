@@ -79,7 +79,7 @@ class TensorRTLLMEngine(Engine):
             library=self._library,
             llm=self._llm,
             info=info,
-            inputs=ModelInputs.of(self._library, self._llm, self._model, info.placeholder_id("image")),
+            inputs=ModelInputs.of(self._library, self._llm, self._model, info.media.get("image")),
             guided=self._args.get("guided_decoding_backend") is not None,
             death=self._vitals.death_behind,
         )
@@ -130,10 +130,7 @@ class TensorRTLLMEngine(Engine):
 
     async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
         if self._encoder is None:
-            raise ClientFault(
-                "this encode worker takes embedding files only: "
-                "images of this model are encoded by prefill and aggregated workers"
-            )
+            raise EngineFault("this engine has no encoder of its own")
         images = [item for item in items if isinstance(item, DecodedImage)]
         if len(images) != len(items):
             raise ClientFault("this model takes images only")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynamo.trtllm.core import DecodedImage, EncodedMedia, Prompt
+from dynamo.trtllm.engines.port import MediaInput
 from dynamo.trtllm.engines.tensorrt_llm import embeddings, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
@@ -52,14 +53,14 @@ class ModelInputs:
     front: str
 
     @classmethod
-    def of(cls, library: Library, llm: Any, model: ModelDescription, placeholder_id: int | None) -> ModelInputs:
-        """What `llm`, started by `library`, takes: it is asked, where it can tell."""
-        takes_handles = private.takes_handles(llm)
+    def of(cls, library: Library, llm: Any, model: ModelDescription, image: MediaInput | None) -> ModelInputs:
+        """What `llm`, started by `library`, takes: it is asked, where it can tell. `image` None: no images."""
+        placeholder_id = image.placeholder_id if image is not None else None
         return cls(
             model=model,
             placeholder_id=placeholder_id,
             takes_ids=private.takes_ids_beside_images(llm),
-            takes_handles=model.facts.encodes_apart and takes_handles is not False and private.handles_supported(),
+            takes_handles=image is not None and image.takes_encoded,
             takes_uuids="multi_modal_uuids" in library.prompt_keys,
             front=private.front_of_a_text(llm) if placeholder_id is not None else "",
         )

@@ -92,10 +92,10 @@ def describe_engine(
         max_num_seqs=_first(getattr(built, "max_batch_size", None), args.get("max_batch_size")) or 2048,
         max_num_batched_tokens=_first(getattr(built, "max_num_tokens", None), args.get("max_num_tokens"))
         or 8192,
-        media=_media(model) if takes_images else {},
+        media=_media(model, takes_encoded=_takes_encoded(llm, model)) if takes_images else {},
         hidden_size=model.hidden_size if model.facts.attaches_embeddings else None,
         data_parallel_size=ranks,
-        extras=_extras(library, model, private.takes_handles(llm)),
+        extras={"tensorrt_llm": library.version},
     )
 
 
@@ -107,14 +107,21 @@ def describe_encoder(library: Library, config: EngineConfig, model: ModelDescrip
         total_kv_blocks=None,
         max_num_seqs=int(config.args.get("max_batch_size") or 1),
         max_num_batched_tokens=int(config.args.get("max_num_tokens") or DEFAULT_CONTEXT_LENGTH),
-        media=_media(model),
-        encodes_apart=True,
+        media=_media(model, encodes=model.facts.encodes_apart),
         hidden_size=model.hidden_size,
-        extras=_extras(library, model, None),
+        extras={"tensorrt_llm": library.version},
     )
 
 
-def _media(model: ModelDescription) -> dict[str, MediaInput]:
+def _takes_encoded(llm: Any, model: ModelDescription) -> bool:
+    """Whether `llm` takes images that an encode worker encoded: it is asked, where it can tell."""
+    takes_handles = private.takes_handles(llm) is not False and private.handles_supported()
+    return model.facts.encodes_apart and takes_handles
+
+
+def _media(
+    model: ModelDescription, *, encodes: bool = False, takes_encoded: bool = False
+) -> dict[str, MediaInput]:
     if model.placeholder_id is None:
         return {}
     options: dict[str, ProcessorOption] = {}
@@ -122,16 +129,14 @@ def _media(model: ModelDescription) -> dict[str, MediaInput]:
         most = model.row_pixels * (model.max_positions or DEFAULT_CONTEXT_LENGTH)
         pixels = ProcessorOption(least=model.row_pixels, most=most)
         options = {"min_pixels": pixels, "max_pixels": pixels}
-    return {"image": MediaInput(placeholder_id=model.placeholder_id, options=options)}
-
-
-def _extras(library: Library, model: ModelDescription, takes_handles: bool | None) -> dict[str, Any]:
-    apart = model.facts.encodes_apart and takes_handles is not False
-    return {
-        "tensorrt_llm": library.version,
-        "images_encoded_apart": apart,
-        "embedding_files": model.facts.attaches_embeddings,
-    }
+    image = MediaInput(
+        placeholder_id=model.placeholder_id,
+        encodes=encodes,
+        takes_encoded=takes_encoded,
+        takes_files=model.facts.attaches_embeddings,
+        options=options,
+    )
+    return {"image": image}
 
 
 def _capacity(llm: Any) -> Mapping[str, Any]:

@@ -89,7 +89,6 @@ class TransformersEngine(Engine):
             max_num_seqs=options.max_batch_size,
             max_num_batched_tokens=options.max_num_tokens,
             media=self._media(loaded),
-            encodes_apart=self._encoder is not None,
             hidden_size=loaded.hidden_size if self._encoder else None,
             extras={
                 "architecture": loaded.architecture,
@@ -108,7 +107,11 @@ class TransformersEngine(Engine):
         if loaded.image is None or loaded.family is None:
             return {}
         options = loaded.family.image_options(loaded.image, self._context_length)
-        return {"image": MediaInput(placeholder_id=loaded.image.placeholder, options=options)}
+        placeholder = loaded.image.placeholder
+        image = MediaInput(
+            placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=options
+        )
+        return {"image": image}
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         return self._stream(request, lambda: self._sequence(request, Stage.GENERATE))
