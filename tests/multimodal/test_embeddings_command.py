@@ -95,6 +95,14 @@ def test_a_bad_call_is_told_in_one_sentence(
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "mistral3"])
+def test_an_engine_that_encodes_no_images_is_refused_in_one_sentence(
+    picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(picture), "-o", str(tmp_path / "x.pt"), "--engine", "double"]) != 0
+    assert "this model's images cannot be encoded by themselves with this engine" in capsys.readouterr().err
+    assert not (tmp_path / "x.pt").exists()
+
+
 def test_a_file_made_with_the_portable_engine_is_adopted_as_what_the_engine_encodes(
     family: str, picture: Path, tmp_path: Path
 ) -> None:

@@ -128,7 +128,9 @@ async def write_all(options: Options) -> int:
         images = [await _load(image, fetcher, options.media) for image in options.images]
         engine = create_engine(replace(options.engine, model_path=directory))
         stack.push_async_callback(engine.close)
-        await engine.start()
+        info = await engine.start()
+        if "image" not in info.media or not info.media["image"].encodes:
+            raise StartupError("this model's images cannot be encoded by themselves with this engine, so no file can be made")
         for name, image, output in zip(options.images, images, options.outputs, strict=True):
             (encoded,) = await engine.encode([image])
             await run_blocking(write_file, output, encoded)
