@@ -94,7 +94,6 @@ def test_a_bad_call_is_told_in_one_sentence(
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "mistral3"])
 def test_an_engine_that_encodes_no_images_is_refused_in_one_sentence(
     picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +102,7 @@ def test_an_engine_that_encodes_no_images_is_refused_in_one_sentence(
     assert not (tmp_path / "x.pt").exists()
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "mistral3"])
 def test_a_file_made_with_the_portable_engine_is_adopted_as_what_the_engine_encodes(
     family: str, picture: Path, tmp_path: Path
 ) -> None:
