@@ -345,10 +345,20 @@ async def test_embeddings_are_attached_beside_the_rendered_text(release: str, tm
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("shape", [(3, 9), (2, 3, 8), (8,), (0, 8)])
-async def test_embeddings_of_another_shape_are_refused(release: str, tmp_path: Path, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((3, 9), r"must be \[tokens, 8\] for this model, not \[3, 9\]"),
+        ((2, 3, 8), "holds a batch of 2"),
+        ((8,), r"must be \[tokens, 8\] or \[1, tokens, 8\], not \[8\]"),
+        ((0, 8), r"must be \[tokens, 8\] or \[1, tokens, 8\], not \[0, 8\]"),
+    ],
+)
+async def test_embeddings_of_another_shape_are_refused(
+    release: str, tmp_path: Path, shape: tuple[int, ...], words: str
+) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
-        with pytest.raises(ClientFault, match=r"must be \[tokens, 8\]"):
+        with pytest.raises(ClientFault, match=words):
             engine.adopt_embeddings("image", "file", {"features": torch.zeros(shape)}, {})
 
 
