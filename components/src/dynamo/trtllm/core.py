@@ -207,6 +207,24 @@ class Sampling:
     guided: GuidedDecoding | None = None
 
 
+MOST_OF_A_SCALE = 1e6
+"""Bound of temperature and repetition penalty: far beyond any use, far below where arithmetic on scores overflows."""
+LARGEST_INT32 = (1 << 31) - 1
+SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, MOST_OF_A_SCALE),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, LARGEST_INT32),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, MOST_OF_A_SCALE),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "max_tokens": (1, LARGEST_INT32),
+    "min_tokens": (0, LARGEST_INT32),
+    "logprobs": (0, 100),
+}
+"""Least and most of the numbers of `Sampling`, by field; a repetition penalty of 0 is not in its range either."""
+
+
 @dataclass(frozen=True)
 class TokenBudget:
     """How far media may expand a prompt: `text_tokens` are taken already, `context_length` is the limit for all."""

@@ -16,18 +16,22 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from dynamo.trtllm.core import Context, GuidedDecoding, Prompt, Sampling
+from dynamo.trtllm.core import (
+    LARGEST_INT32,
+    MOST_OF_A_SCALE,
+    SAMPLING_RANGES,
+    Context,
+    GuidedDecoding,
+    Prompt,
+    Sampling,
+)
 from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 from dynamo.trtllm.multimodal.kinds.registry import KINDS
 from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, at_part, require_known_content
 
-_MAX_LOGPROBS = 100
 _MAX_UUID_CHARACTERS = 256
-_INT32 = (1 << 31) - 1
-_MOST = 1e6
-"""Bound of temperature and repetition penalty: far beyond any use, far below where arithmetic on scores overflows."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NO_IDS: frozenset[int] = frozenset()
 
@@ -273,7 +277,7 @@ def _integer(name: str, value: Any, low: int = -(1 << 63), high: float = (1 << 6
 def _require_range(name: str, value: float, low: float, high: float) -> None:
     if low <= value <= high:
         return
-    is_cap = high >= _MOST  # a bound of ours or of a type, not one that the option's meaning has
+    is_cap = high >= MOST_OF_A_SCALE  # a bound of ours or of a type, not one that the option's meaning has
     bounds = f"at least {_shown(low)}" if value < low and is_cap else f"between {_shown(low)} and {_shown(high)}"
     is_short = isinstance(value, float) or abs(value) < 1 << 64
     raise ClientFault(f"{name} must be {bounds}" + (f", not {_shown(value)}" if is_short else ""))
@@ -284,20 +288,21 @@ def _shown(value: float) -> str:
 
 
 def _max_tokens(name: str, value: Any) -> int:
-    return min(_integer(name, value, 1, math.inf), _INT32)  # the context length bounds it further
+    return min(_integer(name, value, 1, math.inf), LARGEST_INT32)  # the context length bounds it further
 
 
 def _top_k(name: str, value: Any) -> int | None:
-    top_k = _integer(name, value, -1, _INT32)
+    low, high = SAMPLING_RANGES["top_k"]
+    top_k = _integer(name, value, int(low), high)
     return top_k if top_k > 0 else None  # 0 and -1 mean all tokens, as in the OpenAI extensions
 
 
 def _min_tokens(name: str, value: Any) -> int:
-    return min(max(0, _integer(name, value)), _INT32)  # none that is negative
+    return min(max(0, _integer(name, value)), LARGEST_INT32)  # none that is negative
 
 
 def _repetition_penalty(name: str, value: Any) -> float:
-    penalty = _number(name, value, 0.0, _MOST)
+    penalty = _number(name, value, *SAMPLING_RANGES["repetition_penalty"])
     if penalty == 0.0:
         raise ClientFault(f"{name} must be greater than 0")
     return penalty
@@ -333,16 +338,21 @@ def _object(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-_count = partial(_integer, low=0, high=_MAX_LOGPROBS)
-_rank = partial(_integer, low=0, high=_INT32)
+def _within(name: str) -> Callable[[str, Any], float]:
+    low, high = SAMPLING_RANGES[name]
+    return partial(_number, low=low, high=high)
+
+
+_count = partial(_integer, low=0, high=SAMPLING_RANGES["logprobs"][1])
+_rank = partial(_integer, low=0, high=LARGEST_INT32)
 _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": partial(_number, low=0.0, high=_MOST),
-    "top_p": partial(_number, low=0.0, high=1.0),
+    "temperature": _within("temperature"),
+    "top_p": _within("top_p"),
     "top_k": _top_k,
-    "min_p": partial(_number, low=0.0, high=1.0),
+    "min_p": _within("min_p"),
     "seed": _integer,
     "repetition_penalty": _repetition_penalty,
-    "presence_penalty": partial(_number, low=-2.0, high=2.0),
-    "frequency_penalty": partial(_number, low=-2.0, high=2.0),
+    "presence_penalty": _within("presence_penalty"),
+    "frequency_penalty": _within("frequency_penalty"),
 }
 """What checks each sampling option; the frontend's names are those of `Sampling`."""

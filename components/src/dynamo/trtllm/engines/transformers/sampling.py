@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from dynamo.trtllm.core import Sampling, StepLogprobs, TokenLogprob
+from dynamo.trtllm.core import SAMPLING_RANGES, Sampling, StepLogprobs, TokenLogprob
 from dynamo.trtllm.engines.transformers.grammars import Grammar, Masks
 from dynamo.trtllm.errors import ClientFault
 
@@ -106,21 +106,12 @@ def make_choice(sampling: Sampling, seed: int, eos_token_ids: frozenset[int], vo
 def _check(sampling: Sampling) -> None:
     if sampling.prompt_logprobs is not None:
         raise ClientFault("log probabilities of prompt tokens are not supported by the portable engine")
-    ranges = (
-        ("temperature", sampling.temperature, 0.0, 1e6),
-        ("top_p", sampling.top_p, 0.0, 1.0),
-        ("top_k", sampling.top_k, -1, math.inf),
-        ("min_p", sampling.min_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6),
-        ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
-        ("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6),
-        ("max_tokens", sampling.max_tokens, 1, math.inf),
-        ("min_tokens", sampling.min_tokens, 0, math.inf),
-        ("logprobs", sampling.logprobs, 0, math.inf),
-    )
-    for name, value, low, high in ranges:
+    for name, (low, high) in SAMPLING_RANGES.items():
+        value = getattr(sampling, name)
         if value is not None and not low <= value <= high:
             raise ClientFault(f"{name} must be between {low:g} and {high:g}, not {value:g}")
+    if sampling.repetition_penalty == 0.0:
+        raise ClientFault("repetition_penalty must be greater than 0")
 
 
 def uniform(seed: int, index: int) -> float:
