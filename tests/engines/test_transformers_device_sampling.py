@@ -44,7 +44,7 @@ def _random_sampling(chance: random.Random) -> dict[str, Any]:
         "repetition_penalty": 1.7,
         "presence_penalty": -0.6,
         "frequency_penalty": 0.4,
-        "min_tokens": chance.choice([3, 1 << 80]),
+        "min_tokens": chance.choice([3, (1 << 31) - 1]),
         "logprobs": chance.choice([0, 1, 5, 50]),
     }
     return sampling | {name: value for name, value in options.items() if chance.random() < 0.35}
