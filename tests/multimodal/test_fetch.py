@@ -23,7 +23,7 @@ from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault, Overloaded, PartFault, WorkerError
 from dynamo.trtllm.multimodal import http_client
 from dynamo.trtllm.multimodal.fetch import Fetcher
-from dynamo.trtllm.multimodal.parts import DataSource, HttpSource, MediaFile, MediaPart, Source
+from dynamo.trtllm.multimodal.parts import DataSource, HttpSource, MediaFile, MediaPart, Source, classify
 
 CONFIG = MediaConfig(allow_internal=True, max_file_bytes=200_000, fetch_timeout_s=20.0)
 BODY = b"image bytes"
@@ -478,6 +478,37 @@ async def test_a_cancelled_download_frees_its_slots() -> None:
         await asyncio.gather(first, return_exceptions=True)
         release.set()
         assert await fetcher.fetch(HttpSource(url)) == BODY
+
+
+@pytest.mark.asyncio
+async def test_every_redirect_stays_on_the_allowed_hosts() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/x.png":
+            return web.Response(body=BODY)
+        raise web.HTTPFound(str(request.url.with_host("localhost").with_path("/x.png")))
+
+    async with serving(answer) as url:
+        async with fetching(replace(CONFIG, allowed_hosts=("127.0.0.1", "localhost"))) as fetcher:
+            assert await fetcher.fetch(HttpSource(f"{url}/go")) == BODY
+        async with fetching(replace(CONFIG, allowed_hosts=("127.0.0.1",))) as fetcher:
+            assert await fetcher.fetch(HttpSource(f"{url}/x.png")) == BODY
+            with pytest.raises(ClientFault) as caught:
+                await fetcher.fetch(HttpSource(f"{url}/go"))
+            assert caught.value.message == "the media host redirects to a host that this worker does not fetch from"
+
+
+@pytest.mark.asyncio
+async def test_each_kind_asks_a_server_for_its_own_types() -> None:
+    accepted: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        accepted.append(request.headers["Accept"])
+        return web.Response(body=BODY)
+
+    async with serving(answer) as url, fetching() as fetcher:
+        for kind in ("image", "video", "audio"):
+            await fetcher.fetch(classify(MediaPart(1, kind, url), CONFIG))
+    assert [each.partition("/")[0] for each in accepted] == ["image", "video", "audio"]
 
 
 @pytest.mark.asyncio

@@ -101,6 +101,20 @@ async def test_too_many_images_are_refused_before_any_is_fetched() -> None:
 
 
 @pytest.mark.asyncio
+async def test_each_kind_has_a_limit_of_its_own() -> None:
+    loader = await loader_over(GatedEngine(), max_images=4, limits={"image": 1, "video": 0})
+    fetches = Fetches(loader)
+    with pytest.raises(LimitFault, match="the request holds 2 images; this worker takes at most 1"):
+        await loader.load(parts(png_url(1), png_url(2)), ROOMY)
+    loader = await loader_over(GatedEngine(placeholder_ids={"image": PLACEHOLDER, "video": 8}), limits={"video": 0})
+    with pytest.raises(LimitFault, match="the request holds 1 video; this worker takes at most 0"):
+        await loader.load([MediaPart(1, "video", "https://x/y")], ROOMY)
+    with pytest.raises(LimitFault, match="the request holds 17 images; this worker takes at most 16"):
+        await loader.load(parts(*map(png_url, range(17))), ROOMY)
+    assert fetches.count == 0
+
+
+@pytest.mark.asyncio
 async def test_a_part_that_its_text_condemns_is_refused_before_any_is_fetched() -> None:
     loader = await loader_over(GatedEngine())
     fetches = Fetches(loader)

@@ -14,9 +14,9 @@ import pytest_asyncio
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.multimodal import names
-from dynamo.trtllm.multimodal.addresses import is_blocked
+from dynamo.trtllm.multimodal.addresses import is_among, is_blocked
 from dynamo.trtllm.multimodal.fetch import Fetcher
-from dynamo.trtllm.multimodal.http_client import BLOCKED, NAME_TIMED_OUT, NOT_RESOLVED
+from dynamo.trtllm.multimodal.http_client import BLOCKED, NAME_TIMED_OUT, NOT_ALLOWED, NOT_RESOLVED
 from dynamo.trtllm.multimodal.parts import HttpSource
 
 
@@ -53,8 +53,8 @@ def answers(monkeypatch: pytest.MonkeyPatch, *rounds: list[str]) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
-async def fault_of(url: str, *, allow_internal: bool = False) -> str:
-    fetcher = Fetcher(MediaConfig(allow_internal=allow_internal))
+async def fault_of(url: str, **config: Any) -> str:
+    fetcher = Fetcher(MediaConfig(**config))
     try:
         with pytest.raises(ClientFault) as caught:
             await fetcher.fetch(HttpSource(url))
@@ -253,3 +253,44 @@ async def test_one_silent_name_that_many_ask_for_at_once_is_looked_up_once(silen
     await asyncio.gather(*asking, return_exceptions=True)
     await fetcher.close()
     assert silent_names.asked == ["same.silent.example"]
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "is_in"),
+    [
+        ("example.com", "example.com", True),
+        ("EXAMPLE.com.", "example.com", True),
+        ("a.example.com", "example.com", False),
+        ("notexample.com", "example.com", False),
+        ("example.com.evil.org", "example.com", False),
+        ("a.example.com", "*.example.com", True),
+        ("b.a.example.com", ".example.com", True),
+        ("example.com", "*.example.com", False),
+        ("notexample.com", "*.example.com", False),
+        ("xn--bcher-kva.example", "b\u00fccher.example", True),
+        ("b\u00fccher.example", "xn--bcher-kva.example", True),
+        ("93.184.216.34", "93.184.216.34", True),
+        ("2606:4700::1111", "[2606:4700::1111]", True),
+        ("", "example.com", False),
+    ],
+)
+def test_a_host_is_among_those_that_are_named_and_below_those_with_an_asterisk(host: str, allowed: str, is_in: bool) -> None:
+    assert is_among(host, ["other.example", allowed]) is is_in
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["evil.example", "images.example.evil.example", "images.example@evil.example", "8.8.8.8"])
+async def test_another_host_than_those_allowed_is_not_even_looked_up(
+    monkeypatch: pytest.MonkeyPatch, connections: list[str], host: str
+) -> None:
+    answers(monkeypatch, ["8.8.8.8"])
+    assert await fault_of(f"http://{host}/x.png", allowed_hosts=("images.example",)) == NOT_ALLOWED
+    assert connections == []
+    reached = await fault_of("http://IMAGES.example:81/x.png", allowed_hosts=("images.example",))
+    assert (reached, connections) == ("the media host refused the connection", ["8.8.8.8"])
+
+
+@pytest.mark.asyncio
+async def test_an_allowed_host_may_still_not_lead_to_a_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, ["10.0.0.1"])
+    assert await fault_of("http://images.example/x.png", allowed_hosts=("images.example",)) == BLOCKED

@@ -59,9 +59,9 @@ engine arguments
   pipeline_parallel_size = 1  (default)
   tensor_parallel_size = 4  (file prefill.yaml)
 media
-  at most 16 parts and 200 MB in a request
+  at most 16 image, 1 video and 1 audio parts, and 200 MB of media in a request
   at most 50 MB and 64000000 pixels in one image
-  local embedding files, no images, below /tmp
+  local embedding files, no media, below /tmp
   downloads end after 30 s, 64 at once, 16 from one host, private addresses refused
   cache of 256 MB
 transfers

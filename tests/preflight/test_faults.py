@@ -114,6 +114,11 @@ REFUSALS = [
         "(--trtllm.cache_transceiver_config.max_tokens_in_buffer) is below the "
         "longest expanded prompt, 8192 tokens by max_num_tokens, since enable_chunked_prefill is off: raise it to at least that",
     ),
+    (
+        "qwen2-vl-7b-instruct",
+        [*MULTIMODAL, "--limit-mm-per-prompt", "image=2,images=3"],
+        "--limit-mm-per-prompt: 'images' is no kind of media; there are image, video and audio",
+    ),
     ("qwen3-0.6b", MULTIMODAL, "Qwen3ForCausalLM takes no images: use --modality text, or another model"),
     ("qwen3-0.6b", [*MULTIMODAL, *PORTABLE], "Qwen3ForCausalLM takes no images: use --modality text, or another model"),
     (

@@ -45,6 +45,8 @@ def test_defaults_are_those_of_the_configuration() -> None:
     }
     assert set(config.engine.origins.values()) == {"default"}
 
+KINDS = ("image", "video", "audio")
+
 
 FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--model-path", "m"], lambda c: (c.model.path, c.model.name, c.engine.model_path), ("m", "m", "m")),
@@ -89,6 +91,20 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--max-file-size-mb", "2"], lambda c: c.media.max_file_bytes, 2 * MIB),
     (["--max-file-size-mb", "500"], lambda c: c.media.max_request_bytes, 500 * MIB),
     (["--max-images", "3"], lambda c: c.media.max_images, 3),
+    (["--limit-mm-per-prompt", "image=3,video=0"], lambda c: [c.media.limit_of(k) for k in KINDS], [3, 0, 1]),
+    (["--limit-mm-per-prompt", "video=2"], lambda c: [c.media.limit_of(k) for k in KINDS], [16, 2, 1]),
+    (["--limit-mm-per-prompt", "image=4", "--max-images", "9"], lambda c: c.media.limit_of("image"), 4),
+    (["--limit-mm-per-prompt", "video=4", "--max-images", "9"], lambda c: c.media.limit_of("image"), 9),
+    (
+        ["--limit-mm-per-prompt", '{"image": 2, "audio": {"count": 5}}'],
+        lambda c: dict(c.media.limits),
+        {"image": 2, "audio": 5},
+    ),
+    (
+        ["--allowed-media-domains", "Example.com., *.b.org 10.0.0.1,[::1]"],
+        lambda c: c.media.allowed_hosts,
+        ("example.com", "*.b.org", "10.0.0.1", "[::1]"),
+    ),
     (["--max-image-pixels", "1000"], lambda c: c.media.max_image_pixels, 1000),
     (["--max-request-media-mb", "60"], lambda c: c.media.max_request_bytes, 60 * MIB),
     (["--image-decode-timeout", "2.5"], lambda c: c.media.decode_timeout_s, 2.5),
@@ -481,6 +497,25 @@ BAD = [
     (["--free-gpu-memory-fraction", "1.5"], "--free-gpu-memory-fraction must be a fraction above 0 and at most 1, not '1.5'"),
     (["--max-file-size-mb", "nan"], "--max-file-size-mb must be a size in MB above 0, not 'nan'"),
     (["--media-cache-mb", "-1"], "--media-cache-mb must be a size in MB, or 0 to turn it off, not '-1'"),
+    *[
+        (
+            ["--limit-mm-per-prompt", text],
+            "--limit-mm-per-prompt must be counts such as image=16,video=1, or a JSON object of them, "
+            f"not {text!r}",
+        )
+        for text in (
+            *("image", "image=", "image=-1", "image=x", "=3", "image=1.5", "image=1,image=2", "{}", "[1]"),
+            *('{"image": "1"}', '{"image": true}', '{"video": {"count": 1, "num_frames": 8}}', "image=99999999999"),
+        )
+    ],
+    *[
+        (
+            ["--allowed-media-domains", text],
+            "--allowed-media-domains must be names of hosts without scheme, port and path, with a comma between two, "
+            f"not {text!r}",
+        )
+        for text in ("https://a.org", "a.org/x", "a.org:80", "*", "a.*", ",", "u@a.org", "[::1")
+    ],
     (["--media-fetch-timeout", "inf"], "--media-fetch-timeout must be a number of seconds above 0, not 'inf'"),
     (["--modality", "video_diffusion"], "--modality must be text or multimodal, not 'video_diffusion'"),
     (["--engine", "vllm"], "--engine must be tensorrt_llm, transformers or double, not 'vllm'"),

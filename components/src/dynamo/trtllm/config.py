@@ -16,6 +16,7 @@ from dynamo.trtllm.flag import Flag, flag
 from dynamo.trtllm.roles import EngineKind, Modality, Role, default_endpoint
 from dynamo.trtllm.values import (
     COUNT,
+    COUNTS,
     DEVICE,
     DIRECTORY,
     DTYPES,
@@ -24,6 +25,7 @@ from dynamo.trtllm.values import (
     FRACTION,
     GIGABYTES,
     GPUS,
+    HOSTS,
     JSON_OBJECT,
     MEBIBYTE,
     MEBIBYTES,
@@ -116,7 +118,7 @@ class MediaConfig:
         "--allowed-local-media-path",
         DIRECTORY,
         Path("/tmp"),
-        "Directory of embedding files; set explicitly, image files in it are served too.",
+        "Directory of embedding files; set explicitly, media files in it are served too.",
         shared="ALLOWED_LOCAL_MEDIA_PATH",
         roles=_WITH_MEDIA,
     )
@@ -128,13 +130,34 @@ class MediaConfig:
         "--max-file-size-mb",
         MEBIBYTES,
         50 * MEBIBYTE,
-        "Largest single image or embedding file.",
+        "Largest single media or embedding file.",
         shared="MAX_FILE_SIZE_MB",
         roles=_WITH_MEDIA,
     )
-    limits: Mapping[str, int] = field(default_factory=dict)
-    """Most items of other kinds than images in one request, by kind; one where nothing is said."""
-    max_images: int = flag("--max-images", COUNT, 16, "Most media parts of one request.", roles=_WITH_MEDIA)
+    allowed_hosts: tuple[str, ...] = flag(
+        "--allowed-media-domains",
+        HOSTS,
+        (),
+        "The only hosts that media are fetched from, looked at again at every redirect. example.com is that host alone, "
+        "*.example.com any host below it.",
+        roles=_WITH_MEDIA,
+        default_text="every public host",
+    )
+    limits: Mapping[str, int] = flag(
+        "--limit-mm-per-prompt",
+        COUNTS,
+        {},
+        "Most items of each kind of media in one request; a JSON object says the same. 0 takes none.",
+        roles=_WITH_MEDIA,
+        default_text="image as --max-images, the others 1",
+    )
+    max_images: int = flag(
+        "--max-images",
+        COUNT,
+        16,
+        "Most images of one request, where --limit-mm-per-prompt says nothing of them.",
+        roles=_WITH_MEDIA,
+    )
     max_image_pixels: int = flag(
         "--max-image-pixels",
         COUNT,
@@ -181,7 +204,7 @@ class MediaConfig:
 
     def limit_of(self, kind: str) -> int:
         """Most items of `kind` in one request."""
-        return self.max_images if kind == "image" else self.limits.get(kind, 1)
+        return self.limits.get(kind, self.max_images if kind == "image" else 1)
 
     @property
     def fetches_per_host(self) -> int:

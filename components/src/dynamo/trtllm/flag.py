@@ -1,6 +1,6 @@
 """What a flag is. It is declared where its value is: as the default of the field in `config.py` it fills.
 
-    max_images: int = flag("--max-images", COUNT, 16, "Most media parts of one request.", roles=WITH_MEDIA)
+    max_fetches: int = flag("--max-media-fetches", COUNT, 64, "Downloads at once.", roles=WITH_MEDIA)
 
 The type checker holds field, kind and default to one type. `utils/` makes the rest of the declaration: the
 command line, the variable, `--help`, the note to a role that has no use for it, and README's table.
@@ -75,7 +75,11 @@ class Flag(Generic[Declared]):
 def _as_field(make: Callable[Parameters, Flag[Value]]) -> Callable[Parameters, Value]:
     def declare(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Value:
         declared = make(*args, **kwargs)
-        return field(default=declared.default, metadata={_METADATA: declared})
+        default = declared.default
+        is_shared = isinstance(default, Mapping)  # which a dataclass takes only from a function
+        given: dict[str, Any] = {"default_factory": lambda: default} if is_shared else {"default": default}
+        found: Value = field(**given, metadata={_METADATA: declared})
+        return found
 
     return declare
 

@@ -172,6 +172,28 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return value
 
 
+def _counts(text: str) -> Mapping[str, int]:
+    """`image=16,video=1`, or the same as a JSON object, each count a number or `{"count": N}`."""
+    if text.lstrip().startswith("{"):
+        given = {name: _count_of(value) for name, value in _json_object(text).items()}
+    else:
+        pairs = [each.partition("=") for each in text.replace(" ", "").split(",") if each]
+        given = _object([(name, int(count)) for name, _, count in pairs])
+    return given
+
+
+def _count_of(value: Any) -> Any:
+    return value["count"] if isinstance(value, Mapping) and set(value) == {"count"} else value
+
+
+def _are_counts(value: Any) -> bool:
+    return bool(value) and all(name and type(count) is int and 0 <= count <= LARGEST for name, count in value.items())
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    return tuple(each.lower().rstrip(".") for each in text.replace(",", " ").split())
+
+
 def _served_names(text: str) -> tuple[str, ...]:
     from dynamo.common.configuration.utils import split_served_model_names
 
@@ -214,6 +236,20 @@ ENDPOINT = Kind(
     metavar="ENDPOINT",
 )
 DIRECTORY = Kind("a directory that exists", _directory, metavar="DIRECTORY")
+COUNTS = Kind(
+    "counts such as image=16,video=1, or a JSON object of them",
+    _counts,
+    _are_counts,
+    metavar="KIND=N,...",
+    show=lambda counts: ",".join(f"{name}={count}" for name, count in counts.items()),
+)
+HOSTS = Kind(
+    "names of hosts without scheme, port and path, with a comma between two",
+    _hosts,
+    lambda hosts: bool(hosts) and all(re.fullmatch(r"(\*?\.)?[^\s/:@?#*\[\]]+|\[[0-9a-f:.]+\]", each) for each in hosts),
+    metavar="HOST,...",
+    show=",".join,
+)
 FILE = Kind("a file", _path, metavar="FILE")
 MODEL_PATH = Kind("a directory that can be looked into, a Hugging Face name, or the word demo", _model_path)
 JSON_OBJECT = Kind("a JSON object", _json_object, metavar="JSON")

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.helpers import proxies_from_env
 from dynamo.common.http.url_validator import is_blocked_ip
+from yarl import URL
 
 from dynamo.trtllm.multimodal.names import AddressInfo, Lookups
 
@@ -77,6 +79,26 @@ def is_internal_name(host: str) -> bool:
     them.
     """
     return host in _INTERNAL_NAMES or host.endswith(_INTERNAL_ENDINGS)
+
+
+def is_among(host: str, allowed: Sequence[str]) -> bool:
+    """True when `host`, as a URL has it, is one of `allowed`: `example.com` is that host alone, `*.example.com` and
+    `.example.com` any host below it. Names in other alphabets are compared as DNS writes them (RFC 5891); ports do not count.
+    """
+    name = _as_dns(host)
+    for each in allowed:
+        below = each.removeprefix("*")
+        if name.endswith("." + _as_dns(below[1:])) if below.startswith(".") else name == _as_dns(each):
+            return True
+    return False
+
+
+def _as_dns(host: str) -> str:
+    bare = host.strip("[]").rstrip(".")
+    try:
+        return (URL.build(scheme="http", host=bare).raw_host or "").lower()
+    except ValueError:
+        return bare.lower()
 
 
 class CheckedResolver(AbstractResolver):

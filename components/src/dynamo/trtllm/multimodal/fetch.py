@@ -40,7 +40,7 @@ class Fetcher:
 
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
-        self._client = MediaHttpClient(allow_internal=config.allow_internal)
+        self._client = MediaHttpClient(allow_internal=config.allow_internal, allowed_hosts=config.allowed_hosts)
         self._slots = asyncio.Semaphore(config.max_fetches)
         self._hosts: dict[str, _HostSlots] = {}
 

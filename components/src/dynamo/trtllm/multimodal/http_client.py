@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -24,6 +25,7 @@ from dynamo.trtllm.multimodal.addresses import (
     BlockedAddress,
     CheckedResolver,
     is_address,
+    is_among,
     is_blocked,
     is_internal_name,
 )
@@ -39,6 +41,8 @@ USER_AGENT = f"dynamo-trtllm/{__version__} (+{PROJECT_URL})"
 """Some hosts refuse a client that names no contact."""
 
 BLOCKED = "its url is blocked by this worker's policy: only public hosts may be fetched"
+NOT_ALLOWED = "its url is on a host that this worker does not fetch from"
+NOT_ALLOWED_REDIRECT = "the media host redirects to a host that this worker does not fetch from"
 NOT_RESOLVED = "the name of the media host cannot be resolved"
 NAME_TIMED_OUT = "no name server answered about the media host in time"
 TIMED_OUT = "the media host did not deliver in time"
@@ -53,8 +57,10 @@ class MediaHttpClient(AiohttpClient):
     `close`.
     """
 
-    def __init__(self, *, allow_internal: bool) -> None:
+    def __init__(self, *, allow_internal: bool, allowed_hosts: Sequence[str] = ()) -> None:
+        """`allowed_hosts`: the only ones that are asked, where there are any; see `is_among`."""
         super().__init__()
+        self._allowed_hosts = tuple(allowed_hosts)
         self._allow_internal = allow_internal
         self._names = CheckedResolver(allow_internal=allow_internal)
 
@@ -82,6 +88,8 @@ class MediaHttpClient(AiohttpClient):
         except ValueError as error:
             raise FetchError("its url is not a valid URL" if base is None else INVALID_REDIRECT) from error
         host = target.raw_host or ""
+        if self._allowed_hosts and not is_among(host, self._allowed_hosts):
+            raise FetchError(NOT_ALLOWED if base is None else NOT_ALLOWED_REDIRECT)
         if self._allow_internal:
             return target
         if is_blocked(host) or is_internal_name(host):

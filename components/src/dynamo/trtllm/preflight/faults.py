@@ -17,6 +17,7 @@ from typing import Any
 from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.engines.tensorrt_llm.arguments import needs_transceiver
 from dynamo.trtllm.engines.tensorrt_llm.record import PAIRED_WITH_DYNAMO, RECORD, ModelFacts, Release, find_model_facts
+from dynamo.trtllm.multimodal.kinds.registry import KINDS, in_words
 from dynamo.trtllm.preflight.engine_rules import find_engine_faults
 from dynamo.trtllm.preflight.files import find_file_faults
 from dynamo.trtllm.preflight.shape import ModelShape, find_shape
@@ -36,7 +37,7 @@ Rule = Callable[[WorkerConfig, "ModelShape | None"], Iterator[str]]
 def find_faults(config: WorkerConfig) -> list[str]:
     """Everything that would keep the worker from serving as configured, each in one sentence that says what to change."""
     shape, usable = find_shape(config.engine.model_path), without_wrong_values(config)
-    return [*wrong_values(config), *(sentence for rule in RULES for sentence in rule(usable, shape))]
+    return [*wrong_values(config), *wrong_kinds(config), *(sentence for rule in RULES for sentence in rule(usable, shape))]
 
 
 def without_wrong_values(config: WorkerConfig) -> WorkerConfig:
@@ -48,6 +49,13 @@ def without_wrong_values(config: WorkerConfig) -> WorkerConfig:
         if default is not None:
             args, _ = merge_layers([Layer("", args), Layer("", nested(dotted, default))])
     return replace(config, engine=replace(config.engine, args=args))
+
+
+def wrong_kinds(config: WorkerConfig) -> Iterator[str]:
+    """One sentence for each name among the limits that is no kind of media."""
+    for name in config.media.limits:
+        if name not in KINDS:
+            yield f"--limit-mm-per-prompt: {name[:40]!r} is no kind of media; there are {in_words(KINDS)}"
 
 
 def wrong_values(config: WorkerConfig) -> Iterator[str]:

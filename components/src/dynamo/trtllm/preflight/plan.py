@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dynamo.trtllm.config import MEBIBYTE, EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.multimodal.kinds.registry import KINDS, in_words
 from dynamo.trtllm.preflight.faults import facts_of, longest_prompt
 from dynamo.trtllm.preflight.masking import mask
 from dynamo.trtllm.preflight.memory import GpuMemory, MemoryEstimate, size
@@ -61,13 +62,16 @@ def _media(config: WorkerConfig) -> Iterator[str]:
     if config.role is Role.DECODE or config.model.modality is Modality.TEXT:
         yield "takes none"
         return
-    yield f"at most {media.max_images} parts and {media.max_request_bytes / MEBIBYTE:g} MB in a request"
+    counts = in_words(f"{media.limit_of(kind)} {kind}" for kind in KINDS)
+    yield f"at most {counts} parts, and {media.max_request_bytes / MEBIBYTE:g} MB of media in a request"
     yield f"at most {media.max_file_bytes / MEBIBYTE:g} MB and {media.max_image_pixels} pixels in one image"
-    images = "embedding files and images" if media.local_files else "embedding files, no images,"
-    yield f"local {images} below {media.allowed_local_path}"
+    files = "embedding files and media" if media.local_files else "embedding files, no media,"
+    yield f"local {files} below {media.allowed_local_path}"
     private = "allowed" if media.allow_internal else "refused"
     at_once = f"{media.max_fetches} at once, {media.fetches_per_host} from one host"
     yield f"downloads end after {media.fetch_timeout_s:g} s, {at_once}, private addresses {private}"
+    if media.allowed_hosts:
+        yield f"only from {in_words(media.allowed_hosts)}"
     yield f"cache of {media.cache_bytes / MEBIBYTE:g} MB" if media.cache_bytes else "no cache"
 
 
