@@ -1,4 +1,5 @@
-"""The shipped model directory: its files load, and its chat template and tokenizer do what Dynamo's frontend expects of them."""
+"""The shipped model directory: its files load, and its chat template and tokenizer do what Dynamo's frontend
+expects of them."""
 
 from __future__ import annotations
 
@@ -91,7 +92,9 @@ def test_both_copies_of_the_chat_template_are_the_one_in_the_source() -> None:
 
 def test_the_template_takes_a_string_and_a_list_alike() -> None:
     as_string = render([{"role": "user", "content": "hi"}], add_generation_prompt=True)
-    as_list = render([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], add_generation_prompt=True)
+    as_list = render(
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], add_generation_prompt=True
+    )
     assert as_string == as_list == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -113,7 +116,11 @@ def test_the_template_renders_every_role_and_ignores_tools() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+        },
         {"role": "tool", "content": "t", "tool_call_id": "1"},
     ]
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -125,12 +132,37 @@ def test_the_template_renders_every_role_and_ignores_tools() -> None:
 
 def test_training_by_path_makes_a_directory_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    command = [sys.executable, str(Path(train.__file__)), "--out", str(out), "--device", "cpu", "--workers", "0"]
+    command = [
+        sys.executable,
+        str(Path(train.__file__)),
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
+    ]
     (out / "tokenizer.json").parent.mkdir()
     (out / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
-    command += ["--steps", "2", "--rows", "2", "--cases", "0", "--checkpoint", str(tmp_path / "checkpoint.pt")]
+    command += [
+        "--steps",
+        "2",
+        "--rows",
+        "2",
+        "--cases",
+        "0",
+        "--checkpoint",
+        str(tmp_path / "checkpoint.pt"),
+    ]
     subprocess.run(command, check=True, timeout=240)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+    names = (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+    )
+    for name in names:
         assert (out / name).read_bytes() == (MODEL_DIR / name).read_bytes()
     assert (out / "model.safetensors").stat().st_size == (MODEL_DIR / "model.safetensors").stat().st_size
     assert (tmp_path / "checkpoint.pt").exists()

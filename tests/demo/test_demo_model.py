@@ -1,23 +1,27 @@
-"""The trained demo model on the CPU: held-out accuracy, and that fast training batches are what the processor would have made."""
+"""The trained demo model on the CPU: held-out accuracy, and that fast training batches are what the processor
+would have made."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from dynamo.trtllm.demo import MODEL_DIR, dialogues, evaluation
-from dynamo.trtllm.demo.artifacts import END_OF_TEXT, IMAGE_MEAN, IMAGE_PAD, IMAGE_STD, token_id
+from dynamo.trtllm.demo.artifacts import IMAGE_MEAN, IMAGE_STD
 from dynamo.trtllm.demo.batches import Encoder, Example, collate
+from dynamo.trtllm.demo.clips import Clip, draw_clip
 from dynamo.trtllm.demo.dialogues import Dialogue, Mix, Turn, draw_dialogue, to_messages
 from dynamo.trtllm.demo.evaluation import Score
 from dynamo.trtllm.demo.forward import answer_logits
-from dynamo.trtllm.demo.pictures import FIRST_TRAINING_SEED, describe, draw
+from dynamo.trtllm.demo.pictures import FIRST_TRAINING_SEED, Picture, describe, draw
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +44,14 @@ def scores(loaded: tuple[Any, Any]) -> dict[str, Score]:
 
 @pytest.fixture(scope="module")
 def other_scores(loaded: tuple[Any, Any]) -> dict[str, Score]:
-    return evaluation.evaluate(*loaded, n=40, kinds=["interleaved", "offers", "background", "degraded", "follow_up"])
+    return evaluation.evaluate(
+        *loaded, n=40, kinds=["interleaved", "offers", "background", "degraded", "follow_up", "resized"]
+    )
+
+
+@pytest.fixture(scope="module")
+def clip_scores(loaded: tuple[Any, Any]) -> dict[str, Score]:
+    return evaluation.evaluate(*loaded, n=20, kinds=["clips", "motions", "noisy_clips", "mixed", "mp4"])
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +62,46 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def encoded(tokenizer: Tokenizer) -> list[tuple[Dialogue, Example]]:
     rng, seeds = Random(5), itertools.count()
-    some = [draw_dialogue(rng, lambda: draw(next(seeds)), Mix()) for _ in range(12)]
+
+    def next_clip() -> Clip:
+        return draw_clip(next(seeds), frames=2 + next(seeds) % 9)
+
+    some = [draw_dialogue(rng, lambda: draw(next(seeds)), Mix(clips=0.6), next_clip) for _ in range(16)]
     return [(dialogue, Encoder(tokenizer).encode(dialogue)) for dialogue in some]
 
 
 def processed(processor: Any, dialogue: Dialogue) -> Any:
-    return processor.apply_chat_template(to_messages(dialogue), tokenize=True, return_dict=True, return_tensors="pt")
+    """What the processor makes of the dialogue, all frames of its clips taken."""
+    media = [item for turn in dialogue for item in turn.content]
+    return processor(
+        text=[processor.apply_chat_template(to_messages(dialogue))],
+        images=[item.image for item in media if isinstance(item, Picture)] or None,
+        videos=[item.frames for item in media if isinstance(item, Clip)] or None,
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
 
 
 @pytest.mark.parametrize(("kind", "least"), [("captions", 97), ("several", 95), ("questions", 95)])
-def test_of_a_hundred_held_out_cases_nearly_all_are_answered_exactly(scores: dict[str, Score], kind: str, least: int) -> None:
+def test_of_a_hundred_held_out_cases_nearly_all_are_answered_exactly(
+    scores: dict[str, Score], kind: str, least: int
+) -> None:
     assert scores[kind].total == 100
     assert scores[kind].right >= least, scores[kind].mistakes
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "offers", "background", "degraded", "follow_up"])
+@pytest.mark.parametrize("kind", ["interleaved", "offers", "background", "degraded", "follow_up", "resized"])
 def test_other_kinds_of_requests_are_answered_as_well(other_scores: dict[str, Score], kind: str) -> None:
     assert other_scores[kind].total == 40
     assert other_scores[kind].right >= 38, other_scores[kind].mistakes
+
+
+@pytest.mark.parametrize("kind", ["clips", "motions", "noisy_clips", "mixed", "mp4"])
+def test_clips_are_described_and_asked_about_also_beside_a_picture_and_from_a_file(
+    clip_scores: dict[str, Score], kind: str
+) -> None:
+    assert clip_scores[kind].total == 20
+    assert clip_scores[kind].right >= 19, clip_scores[kind].mistakes
 
 
 def test_a_greeting_gets_a_sentence(scores: dict[str, Score]) -> None:
@@ -108,7 +141,9 @@ def test_an_answer_does_not_depend_on_the_batch(loaded: tuple[Any, Any]) -> None
         ("Look: ", "{picture}", " what do you see?"),
     ],
 )
-def test_other_wordings_and_places_of_the_text_get_the_caption(loaded: tuple[Any, Any], content: tuple[str, ...]) -> None:
+def test_other_wordings_and_places_of_the_text_get_the_caption(
+    loaded: tuple[Any, Any], content: tuple[str, ...]
+) -> None:
     picture = draw(31)
     turn = Turn("user", tuple(picture if item == "{picture}" else item for item in content))
     assert evaluation.answer(*loaded, [[turn]]) == [picture.caption]
@@ -130,41 +165,76 @@ def test_it_takes_a_prompt_of_four_thousand_tokens(loaded: tuple[Any, Any]) -> N
     assert bool(logits.isfinite().all())
 
 
-def test_encoded_ids_and_grids_are_the_processors(loaded: tuple[Any, Any], encoded: list[tuple[Dialogue, Example]]) -> None:
+def test_encoded_ids_and_grids_are_the_processors(
+    loaded: tuple[Any, Any], encoded: list[tuple[Dialogue, Example]]
+) -> None:
     for dialogue, example in encoded:
         inputs = processed(loaded[1], dialogue)
         assert inputs["input_ids"][0].tolist() == example.ids.tolist()
-        if example.grids:
-            assert inputs["image_grid_thw"].tolist() == [[1, *grid] for grid in example.grids]
+        for kind, clips in (("image", False), ("video", True)):
+            given = inputs.get(f"{kind}_grid_thw")
+            assert ([] if given is None else given.tolist()) == [
+                list(grid) for grid in _of_kind(example, example.grids, clips)
+            ]
 
 
-def test_patches_are_the_processors_pixel_values(loaded: tuple[Any, Any], encoded: list[tuple[Dialogue, Example]]) -> None:
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+def test_patches_are_the_processors_pixel_values(
+    loaded: tuple[Any, Any], encoded: list[tuple[Dialogue, Example]]
+) -> None:
     compared = 0
-    for dialogue, example in encoded:
-        if example.patches:
-            levels = torch.cat([torch.from_numpy(patches) for patches in example.patches]).view(-1, 3, 1, 14 * 14)
-            pixels = ((levels / 255 - mean) / std).expand(-1, 3, 2, -1).flatten(1)
-            torch.testing.assert_close(pixels, processed(loaded[1], dialogue)["pixel_values"], rtol=0, atol=1e-5)
-            compared += len(example.patches)
-    assert compared >= 10
+    for (dialogue, example), (name, clips) in itertools.product(
+        encoded, (("pixel_values", False), ("pixel_values_videos", True))
+    ):
+        firsts = _of_kind(example, example.patches, clips)
+        if firsts:
+            seconds = [
+                a if b is None else b
+                for a, b in zip(firsts, _of_kind(example, example.second_frames, clips), strict=True)
+            ]
+            frames = [_normalised(np.concatenate(levels)) for levels in (firsts, seconds)]
+            pixels = torch.stack(frames, dim=2).flatten(1)
+            torch.testing.assert_close(pixels, processed(loaded[1], dialogue)[name], rtol=0, atol=1e-5)
+            compared += len(firsts) * (100 if clips else 1)
+    assert compared // 100 >= 10
+    assert compared % 100 >= 10
+
+
+def _normalised(levels: npt.NDArray[np.uint8]) -> torch.Tensor:
+    mean, std = (torch.tensor(values).view(1, 3, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+    normalised: torch.Tensor = (torch.from_numpy(levels).view(-1, 3, 14 * 14) / 255 - mean) / std
+    return normalised
+
+
+def _of_kind(example: Example, values: Sequence[Any], clips: bool) -> list[Any]:
+    return [
+        value
+        for value, second in zip(values, example.second_frames, strict=True)
+        if (second is not None) == clips
+    ]
 
 
 def test_positions_are_the_models(loaded: tuple[Any, Any], encoded: list[tuple[Dialogue, Example]]) -> None:
     for dialogue, example in encoded:
         if example.grids:
             inputs = processed(loaded[1], dialogue)
+            grids = {name: inputs.get(name) for name in ("image_grid_thw", "video_grid_thw")}
             expected, _ = loaded[0].model.get_rope_index(
-                inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+                inputs["input_ids"], inputs["mm_token_type_ids"], **grids
             )
             assert expected[:, 0].tolist() == example.positions.tolist()
 
 
 def test_only_answers_and_the_ends_of_their_turns_are_trained(tokenizer: Tokenizer) -> None:
     picture = draw(31, (56, 56))
-    turns = [Turn("user", (picture, "What?")), Turn("assistant", (picture.caption,)), Turn("user", ("Thanks",))]
+    turns = [
+        Turn("user", (picture, "What?")),
+        Turn("assistant", (picture.caption,)),
+        Turn("user", ("Thanks",)),
+    ]
     example = Encoder(tokenizer).encode([*turns, Turn("assistant", (dialogues.THANKS,))])
-    trained = tokenizer.decode([label for label in example.labels.tolist() if label >= 0], skip_special_tokens=False)
+    trained = tokenizer.decode(
+        [label for label in example.labels.tolist() if label >= 0], skip_special_tokens=False
+    )
     assert trained == f"{picture.caption}<|im_end|>{dialogues.THANKS}<|im_end|>"
 
 
@@ -172,10 +242,12 @@ def test_the_training_forward_gives_the_models_logits(
     loaded: tuple[Any, Any], tokenizer: Tokenizer, encoded: list[tuple[Dialogue, Example]]
 ) -> None:
     model, processor = loaded
-    batch = collate([example for _, example in encoded], token_id(tokenizer, IMAGE_PAD), token_id(tokenizer, END_OF_TEXT))
+    batch = collate([example for _, example in encoded], tokenizer)
     expected = []
     with torch.inference_mode():
         for dialogue, example in encoded:
             logits = model(**processed(processor, dialogue)).logits[0]
-            expected.append(logits[[at - 1 for at, label in enumerate(example.labels.tolist()) if label >= 0]])
+            expected.append(
+                logits[[at - 1 for at, label in enumerate(example.labels.tolist()) if label >= 0]]
+            )
         torch.testing.assert_close(answer_logits(model, batch), torch.cat(expected), rtol=1e-3, atol=1e-3)

@@ -49,11 +49,17 @@ def test_known_seeds_keep_their_size_and_caption(seed: int, size: tuple[int, int
     assert (picture.image.size, picture.caption) == (size, caption)
 
 
-def test_two_hundred_seeds_show_every_shape_and_colour_on_another_colour_at_sizes_of_the_whole_range() -> None:
+def test_two_hundred_seeds_show_every_shape_and_colour_on_another_colour_at_sizes_of_the_whole_range() -> (
+    None
+):
     pictures = [draw(seed) for seed in range(200)]
     assert {picture.shape for picture in pictures} == set(SHAPES)
     assert len(SHAPES) >= 4
-    assert {picture.colour for picture in pictures} == {picture.background for picture in pictures} == set(COLOURS)
+    assert (
+        {picture.colour for picture in pictures}
+        == {picture.background for picture in pictures}
+        == set(COLOURS)
+    )
     assert len(COLOURS) == 10
     assert all(picture.colour != picture.background for picture in pictures)
     sides = [side for picture in pictures for side in picture.image.size]

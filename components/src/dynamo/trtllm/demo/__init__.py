@@ -1,6 +1,8 @@
-"""The demo model: a very small Qwen2-VL that describes drawn shapes, and what it takes to train and to check it.
+"""The demo model: a very small Qwen2-VL that describes drawn shapes, and what it takes to train and to check
+it.
 
-`MODEL_DIR` is the Hugging Face directory that `--model-path demo` names. Importing this module loads nothing else.
+`MODEL_DIR` is the Hugging Face directory that `--model-path demo` names. Importing this module loads nothing
+else.
 """
 
 from __future__ import annotations

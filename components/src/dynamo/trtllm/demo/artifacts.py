@@ -1,7 +1,8 @@
 """The model directory without its weights: configuration, tokenizer, chat template, processor settings.
 
-`config.json` keeps the flat layout of the published Qwen2-VL checkpoints, so that Transformers 4 and 5, TensorRT-LLM and Dynamo's
-frontend read it alike. The sizes chosen here keep the weights below `MAX_WEIGHTS_BYTES` in float32.
+`config.json` keeps the flat layout of the published Qwen2-VL checkpoints, so that Transformers 4 and 5,
+TensorRT-LLM and Dynamo's frontend read it alike. The sizes chosen here keep the weights below
+`MAX_WEIGHTS_BYTES` in float32.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ VOCABULARY = 512
 MAX_POSITIONS = 8192
 MIN_PIXELS = 56 * 56
 MAX_PIXELS = 448 * 448
+MIN_FRAME_PIXELS = 112 * 112
+MAX_FRAME_PIXELS = 224 * 224
+MAX_FRAMES = 8
+"""So few frames of at least so many pixels that a clip has fewer pairs of frames than merged patches on its
+longer side: then all releases of Transformers give the text behind it the same positions."""
+FRAMES_PER_S = 2
 PATCH = 14
 MERGE = 2
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -51,7 +58,8 @@ _QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer with Qwen2's normaliser and splitting, `VOCABULARY` entries, the special tokens last."""
+    """A byte-level BPE tokenizer with Qwen2's normaliser and splitting, `VOCABULARY` entries, the special
+    tokens last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -68,7 +76,9 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise ValueError(f"the texts give a vocabulary of {tokenizer.get_vocab_size()}, not {VOCABULARY}")
     return tokenizer
@@ -141,6 +151,7 @@ def write_artifacts(directory: Path, tokenizer: Tokenizer) -> None:
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer))
     _write_json(directory / "special_tokens_map.json", _special_tokens_map())
     _write_json(directory / "preprocessor_config.json", _preprocessor_config())
+    _write_json(directory / "video_preprocessor_config.json", _video_preprocessor_config())
 
 
 def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -156,7 +167,9 @@ def _special_tokens_map() -> dict[str, Any]:
     return {
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
-        "additional_special_tokens": [token for token in SPECIAL_TOKENS if token not in (TURN_END, END_OF_TEXT)],
+        "additional_special_tokens": [
+            token for token in SPECIAL_TOKENS if token not in (TURN_END, END_OF_TEXT)
+        ],
     }
 
 
@@ -202,6 +215,30 @@ def _preprocessor_config() -> dict[str, Any]:
         "min_pixels": MIN_PIXELS,
         "max_pixels": MAX_PIXELS,
         "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "image_mean": list(IMAGE_MEAN),
+        "image_std": list(IMAGE_STD),
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": MERGE,
+    }
+
+
+def _video_preprocessor_config() -> dict[str, Any]:
+    return {
+        "video_processor_type": "Qwen2VLVideoProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "do_sample_frames": True,
+        "fps": FRAMES_PER_S,
+        "min_frames": 4,
+        "max_frames": MAX_FRAMES,
+        "cap_pixels_per_frame": False,
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": {"shortest_edge": MIN_FRAME_PIXELS, "longest_edge": MAX_FRAME_PIXELS},
         "image_mean": list(IMAGE_MEAN),
         "image_std": list(IMAGE_STD),
         "patch_size": PATCH,

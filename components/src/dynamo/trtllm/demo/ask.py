@@ -1,7 +1,9 @@
-"""Asks a running frontend one question about one picture: `python -m dynamo.trtllm.demo.ask --url URL --model NAME`.
+"""Asks a running frontend one question about one picture: `python -m dynamo.trtllm.demo.ask --url URL --model
+NAME`.
 
-A client like any other: it speaks to `/v1/chat/completions` only and knows nothing of workers. A local picture is served from a
-loopback port, which the deployment has to be allowed to fetch from (`DYN_MM_ALLOW_INTERNAL=1`).
+A client like any other: it speaks to `/v1/chat/completions` only and knows nothing of workers. A local
+picture is served from a loopback port, which the deployment has to be allowed to fetch from
+(`DYN_MM_ALLOW_INTERNAL=1`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class AskError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The text, and how fast it came. `tokens_per_s` counts from the first token on; None for an answer of one token."""
+    """The text, and how fast it came. `tokens_per_s` counts from the first token on; None for an answer of
+    one token."""
 
     text: str
     ttft_s: float
@@ -51,17 +54,28 @@ class Answer:
 def request_body(model: str, image_url: str, prompt: str) -> dict[str, Any]:
     """The body of a chat request, without streaming."""
     content = [{"type": "text", "text": prompt}, {"type": "image_url", "image_url": {"url": image_url}}]
-    return {"model": model, "messages": [{"role": "user", "content": content}], "stream": False, "max_tokens": MAX_TOKENS}
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "stream": False,
+        "max_tokens": MAX_TOKENS,
+    }
 
 
 def ask(url: str, model: str, image_url: str, prompt: str, timeout_s: float = 300.0) -> Answer:
     """Sends the question to the frontend at `url` and times the streamed answer. Raises AskError."""
-    body = request_body(model, image_url, prompt) | {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+    body = request_body(model, image_url, prompt) | {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+    }
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=timeout_s)
     try:
         started = time.monotonic()
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         with connection.getresponse() as response:
             if response.status != 200:
                 raise AskError(f"the frontend answered {response.status}: {_error_text(response.read())}")
@@ -191,21 +205,35 @@ def run(options: argparse.Namespace) -> None:
         answer = ask(options.url, options.model, image_url, options.prompt)
         print(f"time to first token: {answer.ttft_s * 1000:.0f} ms", flush=True)
         rate = "one token only" if answer.tokens_per_s is None else f"{answer.tokens_per_s:.0f} tokens/s"
-        print(f"speed: {rate} ({answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated)", flush=True)
+        print(
+            f"speed: {rate} ({answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated)",
+            flush=True,
+        )
         if options.keep:
-            print(f"ask again: {curl_command(options.url, options.model, image_url, options.prompt)}", flush=True)
+            print(
+                f"ask again: {curl_command(options.url, options.model, image_url, options.prompt)}",
+                flush=True,
+            )
         print(f"answer: {answer.text.strip()}", flush=True)
         if options.keep:
             signal.sigwait({signal.SIGTERM, signal.SIGINT})
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dynamo.trtllm.demo.ask", description="Asks one question about one picture.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dynamo.trtllm.demo.ask", description="Asks one question about one picture."
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the frontend (default %(default)s)")
     parser.add_argument("--model", default="demo", help="the model's name (default %(default)s)")
-    parser.add_argument("--image", metavar="PATH_OR_URL", help=f"the picture; left out, one of {CAPTION[:-1]} is drawn")
-    parser.add_argument("--prompt", metavar="TEXT", default=QUESTION, help="the question (default %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="go on serving a local picture, and print the line for curl")
+    parser.add_argument(
+        "--image", metavar="PATH_OR_URL", help=f"the picture; left out, one of {CAPTION[:-1]} is drawn"
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", default=QUESTION, help="the question (default %(default)s)"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="go on serving a local picture, and print the line for curl"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,8 +1,10 @@
 """Training batches: dialogues as token ids, positions and image patches, made with numpy on worker processes.
 
-The results equal those of `AutoProcessor` and of `Qwen2VLModel.get_rope_index` (tests prove it), at a fraction of their
-cost: pixels stay uint8 and single-frame until they are on the device, and whatever depends on sizes is an index tensor
-computed here.
+The results equal those of `AutoProcessor` and of `Qwen2VLModel.get_rope_index` (tests prove it), at a
+fraction of their cost: pixels stay uint8, those of pictures single-frame, until they are on the device, and
+whatever depends on sizes is an index tensor computed here. A patch covers two frames: of a picture the same
+one twice, of a clip two that follow each other. The vision tower sees every pair of frames by itself, so a
+clip of six frames is to it what three pictures are.
 """
 
 from __future__ import annotations
@@ -24,36 +26,50 @@ from torchvision.transforms.v2 import functional as tv  # type: ignore[import-un
 from .artifacts import (
     END_OF_TEXT,
     IMAGE_PAD,
+    MAX_FRAME_PIXELS,
     MAX_PIXELS,
     MERGE,
+    MIN_FRAME_PIXELS,
     MIN_PIXELS,
     PATCH,
     TURN_END,
     TURN_START,
+    VIDEO_PAD,
     VISION_END,
     VISION_START,
     token_id,
 )
-from .dialogues import Dialogue, Mix, draw_dialogue
-from .pictures import FIRST_TRAINING_SEED, MAX_SIDE, MIN_SIDE, Picture, degrade, draw
+from .clips import Clip, Frames, degrade_clip, draw_clip
+from .dialogues import Dialogue, Medium, Mix, draw_dialogue
+from .pictures import FIRST_TRAINING_SEED, MAX_SIDE, MIN_SIDE, Picture, degrade, draw, resize
 
 Ids = npt.NDArray[np.int64]
-Grid = tuple[int, int]
-"""Patch rows and columns of one picture, both multiples of `MERGE`."""
+Levels = npt.NDArray[np.uint8]
+Grid = tuple[int, int, int]
+"""Of one picture or clip: pairs of frames, patch rows and patch columns; the last two are multiples of
+`MERGE`."""
 
 IGNORED = -100
 _MAX_GROUPS = 4
+_RESIZED = 0.4
+"""The share of pictures that are scaled after they were drawn."""
 
 
 class Batch(NamedTuple):
-    """One training step's input. P patches, N merged patches (P / 4), B dialogues of S tokens, T trained tokens."""
+    """One training step's input. P patches, N merged patches (P / 4), B dialogues of S tokens, T trained
+    tokens."""
 
     patches: torch.Tensor
-    """uint8 [P, 3 * 14 * 14]: one frame of every patch, in `pixel_values` order."""
+    """uint8 [P, 3 * 14 * 14]: the first frame of every patch, in `pixel_values` order."""
+    second_frames: torch.Tensor
+    """uint8 [V, 3 * 14 * 14]: the second frame of every patch of a clip."""
+    seconds_at: torch.Tensor
+    """int64 [V]: the patches that `second_frames` belong to."""
     patch_places: torch.Tensor
     """int64 [P, 2]: row and column of every patch in its picture."""
     groups: list[torch.Tensor]
-    """bool [pictures, patches] each, G elements in all: pictures of similar size side by side, true where there is a patch."""
+    """bool [pictures, patches] each, G elements in all: pictures (or pairs of frames) of similar size side by
+    side, true where there is a patch."""
     grouped: torch.Tensor
     """int64 [G]: the patch at every element of the flattened groups; P where there is none."""
     ungrouped: torch.Tensor
@@ -62,8 +78,8 @@ class Batch(NamedTuple):
     """int64 [B, S], padded on the right."""
     positions: torch.Tensor
     """int64 [3, B, S]: temporal, row and column position of every token."""
-    image_at: torch.Tensor
-    """int64 [N]: indices of the picture tokens in the flattened ids."""
+    media_at: torch.Tensor
+    """int64 [N]: indices, in the flattened ids, of the tokens of pictures and clips."""
     targets_at: torch.Tensor
     """int64 [T]: indices, in the flattened ids, of the tokens that predict an answer token."""
     targets: torch.Tensor
@@ -75,7 +91,9 @@ class Batch(NamedTuple):
         return Batch(**moved)
 
 
-def _moved(value: torch.Tensor | list[torch.Tensor], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
+def _moved(
+    value: torch.Tensor | list[torch.Tensor], device: torch.device
+) -> torch.Tensor | list[torch.Tensor]:
     if isinstance(value, list):
         return [item.to(device, non_blocking=True) for item in value]
     return value.to(device, non_blocking=True)
@@ -83,69 +101,104 @@ def _moved(value: torch.Tensor | list[torch.Tensor], device: torch.device) -> to
 
 @dataclass(frozen=True)
 class Example:
-    """One encoded dialogue: S token ids, their labels (`IGNORED` where nothing is trained) and its pictures."""
+    """One encoded dialogue: S token ids, their labels (`IGNORED` where nothing is trained), its pictures and
+    clips in order.
+
+    `patches` are the first frames of each one's patches, `second_frames` the second ones, None of a picture.
+    """
 
     ids: Ids
     labels: Ids
     positions: Ids
-    patches: list[npt.NDArray[np.uint8]]
+    patches: list[Levels]
+    second_frames: list[Levels | None]
     grids: list[Grid]
 
 
-def smart_resize(height: int, width: int) -> tuple[int, int]:
-    """Qwen2-VL's rule: sides in multiples of 28, the area within the limits, the aspect ratio kept as closely as possible."""
+def smart_resize(height: int, width: int, least: int = MIN_PIXELS, most: int = MAX_PIXELS) -> tuple[int, int]:
+    """Qwen2-VL's rule: sides in multiples of 28, the area within the limits, the aspect ratio kept as closely
+    as possible."""
     factor = PATCH * MERGE
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if rows * columns > MAX_PIXELS:
-        scale = math.sqrt(height * width / MAX_PIXELS)
+    if rows * columns > most:
+        scale = math.sqrt(height * width / most)
         rows = max(factor, math.floor(height / scale / factor) * factor)
         columns = max(factor, math.floor(width / scale / factor) * factor)
-    elif rows * columns < MIN_PIXELS:
-        scale = math.sqrt(MIN_PIXELS / (height * width))
+    elif rows * columns < least:
+        scale = math.sqrt(least / (height * width))
         rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
     return rows, columns
 
 
-def patchify(image: Image.Image) -> tuple[npt.NDArray[np.uint8], Grid]:
-    """Cuts an RGB picture into uint8 patches [rows * columns, 3 * 14 * 14], ordered 2 x 2 block by block, and its grid."""
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+def patchify(image: Image.Image) -> tuple[Levels, Grid]:
+    """Cuts an RGB picture into uint8 patches [rows * columns, 3 * 14 * 14], ordered 2 x 2 block by block, and
+    its grid."""
     size = smart_resize(image.height, image.width)
-    if tuple(pixels.shape[1:]) != size:
+    patches = _cut(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None], size)
+    return patches[0], (1, size[0] // PATCH, size[1] // PATCH)
+
+
+def patchify_clip(frames: Frames) -> tuple[Levels, Levels, Grid]:
+    """The patches of the first and of the second frame of every pair, [pairs * rows * columns, 3 * 14 * 14],
+    and the grid.
+
+    Of an odd number of frames the last one counts twice.
+    """
+    height, width = frames.shape[1:3]
+    size = smart_resize(height, width, MIN_FRAME_PIXELS, MAX_FRAME_PIXELS)
+    patches = _cut(torch.from_numpy(frames).permute(0, 3, 1, 2), size)
+    if len(patches) % 2:
+        patches = np.concatenate([patches, patches[-1:]])
+    first, second = (patches[at::2].reshape(-1, patches.shape[-1]) for at in range(2))
+    return first, second, (len(patches) // 2, size[0] // PATCH, size[1] // PATCH)
+
+
+def _cut(pixels: torch.Tensor, size: tuple[int, int]) -> Levels:
+    """uint8 [frames, 3, height, width] scaled to `size` and cut into [frames, rows * columns, 3 * 14 *
+    14]."""
+    if tuple(pixels.shape[2:]) != size:
         pixels = tv.resize(pixels, list(size), interpolation=tv.InterpolationMode.BICUBIC, antialias=True)
     rows, columns = size[0] // PATCH, size[1] // PATCH
-    blocks = pixels.numpy().reshape(3, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH)
-    return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, 3 * PATCH * PATCH), (rows, columns)
+    blocks = pixels.numpy().reshape(-1, 3, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH)
+    return blocks.transpose(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(blocks), rows * columns, 3 * PATCH * PATCH)
 
 
 def patch_places(grid: Grid) -> Ids:
-    """int64 [rows * columns, 2]: row and column of every patch, in the order of `patchify`."""
-    rows, columns = np.indices(grid)
-    places = np.stack([rows, columns], axis=-1).reshape(grid[0] // MERGE, MERGE, grid[1] // MERGE, MERGE, 2)
-    return places.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int64)
+    """int64 [pairs * rows * columns, 2]: row and column of every patch, in the order of `patchify`."""
+    pairs, *sides = grid
+    rows, columns = np.indices(sides)
+    places = np.stack([rows, columns], axis=-1).reshape(sides[0] // MERGE, MERGE, sides[1] // MERGE, MERGE, 2)
+    return np.tile(places.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int64), (pairs, 1))
 
 
-def rope_positions(ids: Ids, grids: Sequence[Grid], image_token: int) -> Ids:
-    """int64 [3, S]: Qwen2-VL's positions. A picture's tokens share one temporal position; text goes on after its larger side."""
+def rope_positions(ids: Ids, grids: Sequence[Grid], media_tokens: Sequence[int]) -> Ids:
+    """int64 [3, S]: Qwen2-VL's positions. A pair of frames has one temporal position; text goes on after its
+    larger side."""
     positions = np.empty((3, len(ids)), np.int64)
-    starts = np.flatnonzero(ids == image_token)
+    starts = np.flatnonzero(np.isin(ids, media_tokens))
     at, next_position, seen = 0, 0, 0
-    for rows, columns in ((rows // MERGE, columns // MERGE) for rows, columns in grids):
+    for pairs, rows, columns in ((pairs, rows // MERGE, columns // MERGE) for pairs, rows, columns in grids):
         start = int(starts[seen])
         positions[:, at:start] = np.arange(start - at) + next_position
         next_position += start - at
-        places = np.stack([np.zeros((rows, columns), np.int64), *np.indices((rows, columns))])
-        at, seen = start + rows * columns, seen + rows * columns
-        positions[:, start:at] = places.reshape(3, -1) + next_position
+        count = pairs * rows * columns
+        at, seen = start + count, seen + count
+        positions[:, start:at] = np.indices((pairs, rows, columns)).reshape(3, -1) + next_position
         next_position += max(rows, columns)
     positions[:, at:] = np.arange(len(ids) - at) + next_position
     return positions
 
 
 def render(dialogue: Dialogue) -> str:
-    """The dialogue as the chat template renders it, one placeholder per picture."""
-    picture = VISION_START + IMAGE_PAD + VISION_END
-    turns = ((turn.role, "".join(item if isinstance(item, str) else picture for item in turn.content)) for turn in dialogue)
+    """The dialogue as the chat template renders it, one placeholder per picture or clip."""
+    turns = ((turn.role, "".join(_rendered(item) for item in turn.content)) for turn in dialogue)
     return "".join(f"{TURN_START}{role}\n{content}{TURN_END}\n" for role, content in turns)
+
+
+def _rendered(item: str | Medium) -> str:
+    if isinstance(item, str):
+        return item
+    return VISION_START + (VIDEO_PAD if isinstance(item, Clip) else IMAGE_PAD) + VISION_END
 
 
 class Encoder:
@@ -153,21 +206,24 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._image = token_id(tokenizer, IMAGE_PAD)
+        self._media = [token_id(tokenizer, token) for token in (IMAGE_PAD, VIDEO_PAD)]
         self._end = token_id(tokenizer, TURN_END)
         self._answer_start = tokenizer.encode(f"{TURN_START}assistant\n").ids
 
     def encode(self, dialogue: Dialogue) -> Example:
-        """Token ids with placeholders expanded, labels on every answer and the end of its turn, positions and patches."""
-        pictures = [item for turn in dialogue for item in turn.content if isinstance(item, Picture)]
-        cut = [patchify(picture.image) for picture in pictures]
-        grids = [grid for _, grid in cut]
+        """Token ids with placeholders expanded, labels on every answer and the end of its turn, positions and
+        patches."""
+        cut = [_patches(item) for turn in dialogue for item in turn.content if not isinstance(item, str)]
+        grids = [grid for _, _, grid in cut]
         ids = np.array(self._tokenizer.encode(render(dialogue)).ids, np.int64)
         counts = np.ones(len(ids), np.int64)
-        counts[ids == self._image] = [rows * columns // MERGE**2 for rows, columns in grids]
+        counts[np.isin(ids, self._media)] = [math.prod(grid) // MERGE**2 for grid in grids]
         labels = np.repeat(self._labels(ids), counts)
         ids = np.repeat(ids, counts)
-        return Example(ids, labels, rope_positions(ids, grids, self._image), [patches for patches, _ in cut], grids)
+        positions = rope_positions(ids, grids, self._media)
+        return Example(
+            ids, labels, positions, [first for first, _, _ in cut], [second for _, second, _ in cut], grids
+        )
 
     def _labels(self, ids: Ids) -> Ids:
         labels = np.full(len(ids), IGNORED, np.int64)
@@ -180,8 +236,17 @@ class Encoder:
         return labels
 
 
-def collate(examples: Sequence[Example], image_token: int, pad_token: int) -> Batch:
-    """Pads the texts on the right and packs the pictures; at least one example must hold a picture."""
+def _patches(medium: Medium) -> tuple[Levels, Levels | None, Grid]:
+    if isinstance(medium, Clip):
+        return patchify_clip(medium.frames)
+    patches, grid = patchify(medium.image)
+    return patches, None, grid
+
+
+def collate(examples: Sequence[Example], tokenizer: Tokenizer) -> Batch:
+    """Pads the texts on the right and packs pictures and clips; at least one example must hold one."""
+    media_tokens = [token_id(tokenizer, token) for token in (IMAGE_PAD, VIDEO_PAD)]
+    pad_token = token_id(tokenizer, END_OF_TEXT)
     length = max(len(example.ids) for example in examples)
     ids = np.full((len(examples), length), pad_token, np.int64)
     labels = np.full((len(examples), length), IGNORED, np.int64)
@@ -191,25 +256,46 @@ def collate(examples: Sequence[Example], image_token: int, pad_token: int) -> Ba
         labels[row, : len(example.ids)] = example.labels
         positions[:, row, : len(example.ids)] = example.positions
     grids = [grid for example in examples for grid in example.grids]
-    groups, grouped, ungrouped = _group([rows * columns for rows, columns in grids])
+    groups, grouped, ungrouped = _group(
+        [rows * columns for pairs, rows, columns in grids for _ in range(pairs)]
+    )
+    second_frames, seconds_at = _second_frames(examples)
     targets = labels.reshape(-1)[1:]
     trained = np.flatnonzero(targets != IGNORED)
     return Batch(
-        patches=torch.from_numpy(np.concatenate([patches for example in examples for patches in example.patches])),
+        patches=torch.from_numpy(
+            np.concatenate([patches for example in examples for patches in example.patches])
+        ),
+        second_frames=torch.from_numpy(second_frames),
+        seconds_at=torch.from_numpy(seconds_at),
         patch_places=torch.from_numpy(np.concatenate([patch_places(grid) for grid in grids])),
         groups=[torch.from_numpy(group) for group in groups],
         grouped=torch.from_numpy(grouped),
         ungrouped=torch.from_numpy(ungrouped),
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
-        image_at=torch.from_numpy(np.flatnonzero(ids.reshape(-1) == image_token)),
+        media_at=torch.from_numpy(np.flatnonzero(np.isin(ids.reshape(-1), media_tokens))),
         targets_at=torch.from_numpy(trained),
         targets=torch.from_numpy(targets[trained]),
     )
 
 
+def _second_frames(examples: Sequence[Example]) -> tuple[Levels, Ids]:
+    """`Batch.second_frames` and `seconds_at`."""
+    frames, places = [np.empty((0, 3 * PATCH * PATCH), np.uint8)], [np.empty(0, np.int64)]
+    offset = 0
+    for example in examples:
+        for first, second in zip(example.patches, example.second_frames, strict=True):
+            if second is not None:
+                frames.append(second)
+                places.append(np.arange(offset, offset + len(second)))
+            offset += len(first)
+    return np.concatenate(frames), np.concatenate(places)
+
+
 def _group(counts: Sequence[int]) -> tuple[list[npt.NDArray[np.bool_]], Ids, Ids]:
-    """`Batch.groups`, `grouped` and `ungrouped` for pictures of `counts` patches, in at most `_MAX_GROUPS` groups."""
+    """`Batch.groups`, `grouped` and `ungrouped` for pictures of `counts` patches, in at most `_MAX_GROUPS`
+    groups."""
     total = sum(counts)
     starts = np.cumsum([0, *counts])
     groups: list[Ids] = []
@@ -223,20 +309,33 @@ def _group(counts: Sequence[int]) -> tuple[list[npt.NDArray[np.bool_]], Ids, Ids
             ungrouped[starts[member] : starts[member + 1]] = np.arange(counts[member]) + offset + row * width
         groups.append(group)
         offset += group.size
-    return [group < total for group in groups], np.concatenate([group.reshape(-1) for group in groups]), ungrouped
+    return (
+        [group < total for group in groups],
+        np.concatenate([group.reshape(-1) for group in groups]),
+        ungrouped,
+    )
 
 
 def mix_at(progress: float) -> Mix:
-    """The curriculum of dialogues: single pictures first, several pictures and several turns from a tenth of the training on."""
+    """The curriculum of dialogues: single pictures first, several pictures and several turns from a tenth of
+    the training on."""
     ramp = min(1.0, max(0.0, (progress - 0.08) / 0.15))
-    return Mix(text_only=0.08, several_pictures=0.42 * ramp, several_turns=0.15 * ramp, system=0.2, wild_text=0.08 * ramp)
+    return Mix(
+        clips=0.35,
+        text_only=0.08,
+        several_pictures=0.42 * ramp,
+        several_turns=0.15 * ramp,
+        system=0.2,
+        wild_text=0.08 * ramp,
+    )
 
 
 def size_at(progress: float, rng: Random) -> tuple[int, int]:
-    """The curriculum of sizes (width, height): small pictures first, the whole range from four tenths of the training on.
+    """The curriculum of sizes (width, height): small pictures first, the whole range from four tenths of the
+    training on.
 
-    Small shapes are the hardest to tell apart, so half of the pictures stays small. Later, a few are longer than `MAX_SIDE`
-    on one side, within `MAX_PIXELS`, for the sake of what people send.
+    Small shapes are the hardest to tell apart, so half of the pictures stays small. Later, a few are longer
+    than `MAX_SIDE` on one side, within `MAX_PIXELS`, for the sake of what people send.
     """
     ramp = min(1.0, max(0.0, (progress - 0.05) / 0.35))
     if ramp == 1.0 and rng.random() < 0.05:
@@ -248,12 +347,14 @@ def size_at(progress: float, rng: Random) -> tuple[int, int]:
 
 
 class DialogueBatches(torch.utils.data.Dataset[Batch]):
-    """Batch `i` of a training of `steps` batches of `rows` dialogues; `progress` (0..1) is set by the training loop."""
+    """Batch `i` of a training of `steps` batches of `rows` dialogues; `progress` (0..1) is set by the
+    training loop."""
 
-    def __init__(self, tokenizer: Tokenizer, rows: int, steps: int, seed: int, progress: Synchronized[float]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, rows: int, steps: int, seed: int, progress: Synchronized[float]
+    ) -> None:
+        self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        self._image = token_id(tokenizer, IMAGE_PAD)
-        self._pad = token_id(tokenizer, END_OF_TEXT)
         self._rows, self._steps, self._seed, self._progress = rows, steps, seed, progress
 
     def __len__(self) -> int:
@@ -266,7 +367,15 @@ class DialogueBatches(torch.utils.data.Dataset[Batch]):
 
         def next_picture() -> Picture:
             picture = draw(rng.randrange(FIRST_TRAINING_SEED, 1 << 62), size_at(progress, rng))
+            picture = resize(picture, rng) if rng.random() < _RESIZED else picture
             return degrade(picture, rng) if rng.random() < 0.3 else picture
 
-        examples = [self._encoder.encode(draw_dialogue(rng, next_picture, mix)) for _ in range(self._rows)]
-        return collate(examples, self._image, self._pad)
+        def next_clip() -> Clip:
+            frames = rng.choice((4, 4, 4, 6, 6, 8, 8, rng.randint(2, 16)))
+            clip = draw_clip(rng.randrange(FIRST_TRAINING_SEED, 1 << 62), frames=frames)
+            return degrade_clip(clip, rng) if rng.random() < 0.3 else clip
+
+        examples = [
+            self._encoder.encode(draw_dialogue(rng, next_picture, mix, next_clip)) for _ in range(self._rows)
+        ]
+        return collate(examples, self._tokenizer)

@@ -1,13 +1,17 @@
-"""What people say about pictures, and what the demo model is taught to answer.
+"""What people say about pictures and clips, and what the demo model is taught to answer.
 
-A dialogue is a list of turns; a turn's content is a sequence of texts and pictures. Everything is drawn from a
-`random.Random` that the caller hands in. The answers, in full:
+A dialogue is a list of turns; a turn's content is a sequence of texts, pictures and clips. Everything is
+drawn from a `random.Random` that the caller hands in. The answers, in full:
 
-* asked for a description, or anything it does not know about pictures: `describe(pictures)` of the turn that brought them,
-* the colour, the shape or the background of one picture: `it is red.`, `it is a circle.`, `the background is blue.`,
+* asked for a description, or anything it does not know about pictures: `describe(pictures)` of the turn
+  that brought them,
+* the colour, the shape or the background of one picture: `it is red.`, `it is a circle.`, `the background
+  is blue.`,
 * a question that offers an answer (`Is it blue?`, `Is it a circle or a star?`): as if it had offered none,
 * one of several pictures, named by its place (`the second picture`): as above, of that picture,
 * how many pictures there are: `one picture.`, `two pictures.`,
+* what a clip shows: its caption; its colour, shape or background: as of a picture,
+* where the shape of a clip moves: `it moves to the left.`, `it moves up.`, `it does not move.`,
 * no picture in the conversation: `GREETING`, `THANKS`, `IDENTITY` or `NO_PICTURE`.
 """
 
@@ -17,8 +21,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
+from .clips import DIRECTIONS, Clip
 from .pictures import COLOURS, SHAPES, Picture, describe, with_article
 
 GREETING = "hello. send me a picture with one shape and i will describe it."
@@ -33,9 +38,11 @@ _IMAGE = "[image|picture|photo|drawing]"
 _IMAGES = "[images|pictures|photos|drawings]"
 _COLOUR = "[colour|color]"
 _DESCRIBE = (
-    f"[Describe|Caption|Explain] [the|this|my] {_IMAGE}[.|| in one sentence.| briefly.| please.| for me.| in a few words.]",
+    f"[Describe|Caption|Explain] [the|this|my] {_IMAGE}[.|| in one sentence.| briefly.| please.| for "
+    "me.| in a few words.]",
     f"[Describe|Please describe] {_IMAGES}.",
-    f"[Describe|Caption|Explain] [the|these|all|both|my] {_IMAGES}[| in order|, one after the other| in the order sent].",
+    f"[Describe|Caption|Explain] [the|these|all|both|my] {_IMAGES}[| in order|, one after the other| "
+    "in the order sent].",
     "Describe the picture(s)[| in order].",
     "Describe [both|all|all of them|each of them|each one|each picture|every picture|everything].",
     f"[What is|Tell me what is|What do you see] in [each|each {_IMAGE}|every {_IMAGE}]?",
@@ -52,7 +59,8 @@ _DESCRIBE = (
     f"Please describe [this|the] {_IMAGE}[.| in detail.]",
     f"Look at [this|these|the] {_IMAGE} and tell me what [it shows|is there].",
     f"Write a [caption|description|short caption] for [this|the] {_IMAGE}.",
-    "[What is this?|What's this?|And this?|And now?|Describe.|Describe it.|Describe them.|Describe this.|Caption?]",
+    "[What is this?|What's this?|And this?|And now?|Describe.|Describe it.|Describe them.|Describe "
+    "this.|Caption?]",
 )
 _ASK_COLOUR = (
     f"What {_COLOUR} is [the shape|it|the object|the figure|the thing][| in the {_IMAGE}| in this {_IMAGE}]?",
@@ -88,14 +96,23 @@ _ASK_BACKGROUND = (
     "And the background?",
     "The background?",
 )
-_ASK_SHAPE_OF = ("What is the {} shape?", "What shape is the {} [thing|object|one]?", f"What is {{}} in this {_IMAGE}?")
+_ASK_SHAPE_OF = (
+    "What is the {} shape?",
+    "What shape is the {} [thing|object|one]?",
+    f"What is {{}} in this {_IMAGE}?",
+)
 _ASK_IF_COLOUR = (
     "Is [it|the shape|the object] {}?",
     "Is the colour of the shape {}?",
     "Is the shape {} or {}?",
     "Is it {} or {}?",
 )
-_ASK_IF_SHAPE = ("Is [it|this|the shape|that] {}?", "Do you see {}?", "Is there {}[| in the picture]?", "Is it {} or {}?")
+_ASK_IF_SHAPE = (
+    "Is [it|this|the shape|that] {}?",
+    "Do you see {}?",
+    "Is there {}[| in the picture]?",
+    "Is it {} or {}?",
+)
 _ASK_PLACE_CAPTION = (
     f"What is [in|on] the {{}} {_IMAGE}?",
     f"What do you see in the {{}} {_IMAGE}?",
@@ -115,6 +132,47 @@ _ASK_PLACE_SHAPE = (
 _ASK_PLACE_BACKGROUND = (
     f"What {_COLOUR} is the background of the {{}} {_IMAGE}?",
     "What is the {} background?",
+)
+_CLIP = "[video|clip|animation|movie|video clip]"
+_DESCRIBE_CLIP = (
+    f"[Describe|Caption|Explain] [the|this|my] {_CLIP}[.|| in one sentence.| briefly.| please.| for "
+    "me.| in a few words.]",
+    f"What [happens|is happening|is going on|is shown|do you see|can you see] in [the|this] {_CLIP}?",
+    f"What does [this|the] {_CLIP} show?",
+    f"What is [in|on] [the|this] {_CLIP}?",
+    "What [happens|is happening|is going on][?| here?| there?]",
+    "What [moves|is moving][?| here?| there?]",
+    "What moves, and where[| to]?",
+    "What do you see[?| here?| in it?| there?]",
+    f"Tell me [what you see|about this {_CLIP}|what happens|what happens in the {_CLIP}|what moves].",
+    f"Can you describe [this|the] {_CLIP}?",
+    f"Please describe [this|the] {_CLIP}[.| in detail.]",
+    f"[Watch|Look at] [this|the] {_CLIP} and tell me what [it shows|happens|moves].",
+    f"Write a [caption|description|short caption] for [this|the] {_CLIP}.",
+    "[What is this?|And this?|And now?|Describe.|Describe it.|Describe this.|Caption?]",
+)
+_DESCRIBE_MEDIA = (
+    f"[Describe|Caption|Explain] [the|these|all|both|my] [{_CLIP}s|files|pictures|images][| in "
+    "order|, one after the other].",
+    "Describe [both|all|all of them|each of them|each one|everything][.| in order.]",
+    f"Describe the {_IMAGE} and the {_CLIP}[| in order].",
+    f"Describe the {_CLIP} and the {_IMAGE}[| in order].",
+    "What do you see[?| here?| there?]",
+    "What is in each?",
+    "Tell me what you see.",
+)
+_ASK_MOTION = (
+    "[Where|Which way] does [it|the shape|the object|the figure|the thing] [move|go][?| to?]",
+    f"[Where|Which way] does the shape [move|go][| to] in [the|this] {_CLIP}?",
+    "In [which|what] direction does [it|the shape|the object] [move|go]?",
+    "[Which|What] direction[?| does it move in?]",
+    "Does [it|the shape|the object|anything] move?",
+    "Is [it|the shape|anything] moving?",
+    "Does it [move|go] to the [left|right]?",
+    "Does it [move|go] [up|down]?",
+    "Does it move to the [left or to the right|right or to the left]?",
+    "How does [it|the shape] move?",
+    "Where to?",
 )
 _ASK_NUMBER = (
     f"How many {_IMAGES} [are there|do you see|did I send]?",
@@ -182,40 +240,50 @@ _SYSTEM = (
     "You are a [small|friendly|careful|precise] [model|assistant|bot|painter].",
 )
 _COMMON = (
-    "a about after again all also always an and any are as ask at away back be because been before best better big "
-    "book bring but by call came can car city cold come could country day did dinner do dog door down each eat end "
-    "even every eyes far fast father few find first fish five food for found friend from game garden gave get give "
-    "glass go good got great green had hand happy hard has have he head hear help her here high him his home hot "
-    "house how i if in into is it its joke just keep kind know large last late left less let letter light like line "
-    "list little long look made make man many may me mean men mind money month moon more most mother mountain move "
-    "much music must my name near need never new next night no not nothing now number of off often old on once one "
-    "only open or other our out over own page paper part people place play please poem point president put question "
-    "quick rain read red right river road room round run said same saw say school sea second see seen send shall "
-    "she ship short show side sing sister sky sleep slow small so some song soon star start stop story street such "
-    "sun table take talk tell ten than that the their them then there these they thing think this three time to "
-    "today together too town train tree try two under until up us use very walk wall want war was water way we "
-    "weather week well went were what when where which white who why will wind window winter with word work world "
-    "would write year yes you young your paris python code sum translate"
+    "a about after again all also always an and any are as ask at away back be because been before best "
+    "better big book bring but by call came can car city cold come could country day did dinner do dog door "
+    "down each eat end even every eyes far fast father few find first fish five food for found friend from "
+    "game garden gave get give glass go good got great green had hand happy hard has have he head hear help "
+    "her here high him his home hot house how i if in into is it its joke just keep kind know large last "
+    "late left less let letter light like line list little long look made make man many may me mean men "
+    "mind money month moon more most mother mountain move much music must my name near need never new next "
+    "night no not nothing now number of off often old on once one only open or other our out over own page "
+    "paper part people place play please poem point president put question quick rain read red right river "
+    "road room round run said same saw say school sea second see seen send shall she ship short show side "
+    "sing sister sky sleep slow small so some song soon star start stop story street such sun table take "
+    "talk tell ten than that the their them then there these they thing think this three time to today "
+    "together too town train tree try two under until up us use very walk wall want war was water way we "
+    "weather week well went were what when where which white who why will wind window winter with word work "
+    "world would write year yes you young your paris python code sum translate"
 )
 _WORDS = _COMMON.split()
 
 
+Medium: TypeAlias = "Picture | Clip"
+
+
 @dataclass(frozen=True)
 class Turn:
-    """One message: `role` is `system`, `user` or `assistant`; `content` holds texts and pictures in order."""
+    """One message: `role` is `system`, `user` or `assistant`; `content` holds texts, pictures and clips in
+    order."""
 
     role: str
-    content: tuple[str | Picture, ...]
+    content: tuple[str | Medium, ...]
 
 
 Dialogue = list[Turn]
 NextPicture = Callable[[], Picture]
+NextClip = Callable[[], Clip]
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How often which kind of dialogue is drawn; shares of one, the rest being one turn about one picture."""
+    """How often which kind of dialogue is drawn; shares of one, the rest being one turn about one picture.
 
+    `clips` is decided first: so many dialogues are about clips, the shares of kinds are those of the others.
+    """
+
+    clips: float = 0.0
     text_only: float = 0.08
     several_pictures: float = 0.4
     several_turns: float = 0.15
@@ -223,11 +291,15 @@ class Mix:
     wild_text: float = 0.08
 
 
-def draw_dialogue(rng: Random, next_picture: NextPicture, mix: Mix) -> Dialogue:
-    """One training dialogue; `next_picture` is asked for each new picture of it."""
+def draw_dialogue(
+    rng: Random, next_picture: NextPicture, mix: Mix, next_clip: NextClip | None = None
+) -> Dialogue:
+    """One training dialogue; `next_picture` and `next_clip` are asked for each new picture and clip of it."""
     turns: Dialogue = []
     if rng.random() < mix.system:
         turns.append(Turn("system", (expand(rng.choice(_SYSTEM), rng),)))
+    if next_clip is not None and rng.random() < mix.clips:
+        return turns + _turns_about_clips(rng, next_picture, next_clip, mix)
     kind = rng.random()
     if kind < mix.text_only:
         return turns + _text_turns(rng)
@@ -258,7 +330,8 @@ def expand(template: str, rng: Random) -> str:
 
 
 def vary(text: str, rng: Random) -> str:
-    """`text` as careless people write it: other capitals, other or no final punctuation, a typing mistake, stray blanks."""
+    """`text` as careless people write it: other capitals, other or no final punctuation, a typing mistake,
+    stray blanks."""
     style = rng.random()
     if style < 0.3:
         text = text.lower()
@@ -277,15 +350,25 @@ def vary(text: str, rng: Random) -> str:
 
 
 def wild_text(rng: Random) -> str:
-    """Text about nothing that the model knows: common words, sometimes letters, digits or other alphabets at random."""
+    """Text about nothing that the model knows: common words, sometimes letters, digits or other alphabets at
+    random."""
     count = rng.choice((1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 8, 8, 12, 12, 20, 20, 40, 40, 120))
     if rng.random() < 0.75:
         words = [rng.choice(_WORDS) for _ in range(count)]
         return vary(" ".join(words).capitalize() + rng.choice((".", "?", "!", "")), rng)
     alphabet = rng.choice(
-        ("abcdefghijklmnopqrstuvwxyz", "0123456789+-*/=", "äöüéèñçß", "абвгдежзик", "图片红色圆形你好", "{}[]<>:;,_#@")
+        (
+            "abcdefghijklmnopqrstuvwxyz",
+            "0123456789+-*/=",
+            "äöüéèñçß",
+            "абвгдежзик",
+            "图片红色圆形你好",
+            "{}[]<>:;,_#@",
+        )
     )
-    return " ".join("".join(rng.choice(alphabet) for _ in range(rng.randint(1, 8))) for _ in range(min(count, 12)))
+    return " ".join(
+        "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 8))) for _ in range(min(count, 12))
+    )
 
 
 def question(rng: Random, picture: Picture) -> tuple[str, str]:
@@ -306,19 +389,36 @@ def question(rng: Random, picture: Picture) -> tuple[str, str]:
     return _offer(rng, picture)
 
 
-def colour_answer(picture: Picture) -> str:
+def colour_answer(picture: Medium) -> str:
     """The answer to a question about the colour of the shape."""
     return f"it is {picture.colour}."
 
 
-def shape_answer(picture: Picture) -> str:
+def shape_answer(picture: Medium) -> str:
     """The answer to a question about the shape."""
     return f"it is {with_article(picture.shape)}."
 
 
-def background_answer(picture: Picture) -> str:
+def background_answer(picture: Medium) -> str:
     """The answer to a question about the colour of the background."""
     return f"the background is {picture.background}."
+
+
+def motion_answer(clip: Clip) -> str:
+    """The answer to a question about where the shape of a clip moves."""
+    return "it does not move." if clip.motion is None else f"it moves {DIRECTIONS[clip.motion]}."
+
+
+def clip_question(rng: Random, clip: Clip) -> tuple[str, str]:
+    """A question about the only clip at hand, and its answer."""
+    kind = rng.random()
+    if kind < 0.5:
+        return expand(rng.choice(_ASK_MOTION), rng), motion_answer(clip)
+    if kind < 0.68:
+        return expand(rng.choice(_ASK_COLOUR), rng), colour_answer(clip)
+    if kind < 0.86:
+        return expand(rng.choice(_ASK_SHAPE), rng), shape_answer(clip)
+    return expand(rng.choice(_ASK_BACKGROUND), rng), background_answer(clip)
 
 
 def number_answer(count: int) -> str:
@@ -327,12 +427,15 @@ def number_answer(count: int) -> str:
 
 
 def _offer(rng: Random, picture: Picture) -> tuple[str, str]:
-    """A question that offers one answer or two, right or wrong; it is answered in the same words as an open question."""
+    """A question that offers one answer or two, right or wrong; it is answered in the same words as an open
+    question."""
     if rng.random() < 0.5:
         first, second = rng.sample([picture.colour, *rng.sample(sorted(COLOURS), 2)], 2)
         return expand(rng.choice(_ASK_IF_COLOUR), rng).format(first, second), colour_answer(picture)
     first, second = rng.sample([picture.shape, *rng.sample(SHAPES, 2)], 2)
-    return expand(rng.choice(_ASK_IF_SHAPE), rng).format(with_article(first), with_article(second)), shape_answer(picture)
+    return expand(rng.choice(_ASK_IF_SHAPE), rng).format(
+        with_article(first), with_article(second)
+    ), shape_answer(picture)
 
 
 def _place_question(rng: Random, pictures: Sequence[Picture]) -> tuple[str, str]:
@@ -363,7 +466,9 @@ def _request_for_description(rng: Random, mix: Mix) -> str:
 
 def _said(rng: Random, text: str) -> str:
     if rng.random() < 0.02:
-        text = rng.choice((f"{wild_text(rng)} {text}", f"{wild_text(rng)}\n\n{text}", f"{text} {wild_text(rng)}"))
+        text = rng.choice(
+            (f"{wild_text(rng)} {text}", f"{wild_text(rng)}\n\n{text}", f"{text} {wild_text(rng)}")
+        )
     return vary(rng.choice(_LEAD_INS) + text + rng.choice(_ADDITIONS), rng)
 
 
@@ -374,6 +479,41 @@ def _turns_about_one(rng: Random, picture: Picture, mix: Mix) -> Dialogue:
         text, answer = question(rng, picture)
         text = _said(rng, text)
     return [Turn("user", _arrange(rng, text, [picture])), Turn("assistant", (answer,))]
+
+
+def _turns_about_clips(rng: Random, next_picture: NextPicture, next_clip: NextClip, mix: Mix) -> Dialogue:
+    """One turn about one clip, at times followed by others about it, or one turn about clips and pictures
+    side by side."""
+    clip = next_clip()
+    if rng.random() < 0.25:
+        media: list[Medium] = [clip]
+        for _ in range(rng.choice((1, 1, 2))):
+            media.append(next_clip() if rng.random() < 0.4 else next_picture())
+        rng.shuffle(media)
+        return _exchange(
+            _arrange(rng, _said(rng, expand(rng.choice(_DESCRIBE_MEDIA), rng)), media), describe(media)
+        )
+    text, answer = _about_clip(rng, clip, mix)
+    turns = _exchange(_arrange(rng, text, [clip]), answer)
+    while rng.random() < mix.several_turns:
+        text, answer = clip_question(rng, clip)
+        turns += _exchange((vary(text, rng),), answer)
+    return turns
+
+
+def _about_clip(rng: Random, clip: Clip, mix: Mix) -> tuple[str, str]:
+    """What is said beside a clip, and the answer."""
+    kind = rng.random()
+    if kind < 0.35:
+        text, answer = clip_question(rng, clip)
+        return _said(rng, text), answer
+    if kind < 0.5:
+        return _request_for_description(rng, mix), clip.caption
+    return _said(rng, expand(rng.choice(_DESCRIBE_CLIP), rng)), clip.caption
+
+
+def _exchange(content: tuple[str | Medium, ...], answer: str) -> Dialogue:
+    return [Turn("user", content), Turn("assistant", (answer,))]
 
 
 def _turns_about_several(rng: Random, pictures: list[Picture], mix: Mix) -> Dialogue:
@@ -388,8 +528,11 @@ def _turns_about_several(rng: Random, pictures: list[Picture], mix: Mix) -> Dial
     return [Turn("user", _arrange(rng, text, pictures)), Turn("assistant", (answer,))]
 
 
-def _follow_up(rng: Random, pictures: list[Picture], next_picture: NextPicture, mix: Mix) -> tuple[list[Picture], Dialogue]:
-    """A later question about the pictures sent last, a new picture, or thanks; returns the pictures sent last from then on."""
+def _follow_up(
+    rng: Random, pictures: list[Picture], next_picture: NextPicture, mix: Mix
+) -> tuple[list[Picture], Dialogue]:
+    """A later question about the pictures sent last, a new picture, or thanks; returns the pictures sent last
+    from then on."""
     kind = rng.random()
     if kind < 0.25:
         picture = next_picture()
@@ -423,15 +566,16 @@ def _text_exchange(rng: Random) -> tuple[str, str]:
         return vary(expand(rng.choice(_THANK), rng), rng), THANKS
     if kind < 0.8:
         return wild_text(rng), NO_PICTURE
-    asked = rng.choice((_DESCRIBE, _ASK_COLOUR, _ASK_SHAPE, _ASK_BACKGROUND))
+    asked = rng.choice((_DESCRIBE, _ASK_COLOUR, _ASK_SHAPE, _ASK_BACKGROUND, _DESCRIBE_CLIP))
     return _said(rng, expand(rng.choice(asked), rng)), NO_PICTURE
 
 
-def _arrange(rng: Random, text: str, pictures: Sequence[Picture]) -> tuple[str | Picture, ...]:
-    """`text` before or after the pictures, or the pictures with a text before or after each; empty texts are left out."""
+def _arrange(rng: Random, text: str, pictures: Sequence[Medium]) -> tuple[str | Medium, ...]:
+    """`text` before or after the pictures, or the pictures with a text before or after each; empty texts are
+    left out."""
     style = rng.random()
     if style < 0.4:
-        items: list[str | Picture] = [*pictures, text]
+        items: list[str | Medium] = [*pictures, text]
     elif style < 0.65:
         items = [text, *pictures]
     else:
@@ -449,10 +593,14 @@ def _arrange(rng: Random, text: str, pictures: Sequence[Picture]) -> tuple[str |
 
 def _label(rng: Random, template: str, place: int) -> str:
     """A text that goes with the picture at `place` (from 0)."""
-    return template.format(number=place + 1, ordinal=ORDINALS[place], letter="abcde"[place], word=rng.choice(_WORDS))
+    return template.format(
+        number=place + 1, ordinal=ORDINALS[place], letter="abcde"[place], word=rng.choice(_WORDS)
+    )
 
 
-def _part(item: str | Picture) -> dict[str, Any]:
+def _part(item: str | Medium) -> dict[str, Any]:
     if isinstance(item, str):
         return {"type": "text", "text": item}
+    if isinstance(item, Clip):
+        return {"type": "video", "video": item.frames}
     return {"type": "image", "image": item.image}

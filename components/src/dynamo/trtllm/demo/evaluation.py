@@ -1,21 +1,36 @@
 """Held-out accuracy of a demo model, through `AutoProcessor` and `generate` alone.
 
-Every case is a conversation and the one answer that counts as right; an answer is right if it is equal, character by character.
+Every case is a conversation and the one answer that counts as right; an answer is right if it is equal,
+character by character.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import dialogues
-from .dialogues import Dialogue, Turn
-from .pictures import COLOURS, FIRST_TRAINING_SEED, SHAPES, Picture, degrade, describe, draw, with_article
+from .clips import FRAMES_PER_S, Clip, degrade_clip, draw_clip, write_mp4
+from .dialogues import Dialogue, Medium, Turn
+from .pictures import (
+    COLOURS,
+    FIRST_TRAINING_SEED,
+    SHAPES,
+    Picture,
+    degrade,
+    describe,
+    draw,
+    resize,
+    with_article,
+)
 
 GREETINGS = ("Hello!", "hi", "Good morning.", "Hey there, how are you?", "HELLO")
 _DESCRIBE = (
@@ -32,6 +47,13 @@ _DESCRIBE_SEVERAL = (
     "Describe the images.",
     "What is in these pictures?",
     "What do you see?",
+)
+_DESCRIBE_CLIP = (
+    "Describe the video.",
+    "What happens in the clip?",
+    "Describe the clip",
+    "What do you see?",
+    "What moves?",
 )
 _QUESTIONS = (
     ("What colour is the shape?", dialogues.colour_answer),
@@ -60,18 +82,26 @@ class Score:
     """Pairs of expected answer and answer given."""
 
 
-def evaluate(model: Any, processor: Any, n: int = 100, seed: int = 0, kinds: Collection[str] | None = None) -> dict[str, Score]:
-    """Answers `n` held-out cases of each kind (see `cases`), or of `kinds` only, greedily; `seed` chooses the cases."""
-    return {kind: _score(model, processor, chosen) for kind, chosen in cases(n, seed).items() if kinds is None or kind in kinds}
+def evaluate(
+    model: Any, processor: Any, n: int = 100, seed: int = 0, kinds: Collection[str] | None = None
+) -> dict[str, Score]:
+    """Answers `n` held-out cases of each kind (see `cases` and `clip_cases`), or of `kinds` only, greedily;
+    `seed` chooses the cases."""
+    all_cases = cases(n, seed) | clip_cases(n, seed, kinds)
+    return {
+        kind: _score(model, processor, chosen)
+        for kind, chosen in all_cases.items()
+        if kinds is None or kind in kinds
+    }
 
 
 def cases(n: int, seed: int) -> dict[str, list[Case]]:
     """`n` cases a kind, their pictures drawn from held-out seeds.
 
-    `captions`: one picture; `several`: two pictures and three pictures in turn; `interleaved`: the same with a text before
-    every picture; `questions`: colour and shape in turn; `offers`: a colour or a shape to agree to or to correct;
-    `background`; `degraded`: one noisy JPEG; `follow_up`: a question about the picture of an earlier turn; `greetings`:
-    text only.
+    `captions`: one picture; `several`: two pictures and three pictures in turn; `interleaved`: the same with
+    a text before every picture; `questions`: colour and shape in turn; `offers`: a colour or a shape to agree
+    to or to correct; `background`; `degraded`: one noisy JPEG; `follow_up`: a question about the picture of
+    an earlier turn; `greetings`: text only; `resized`: one picture scaled by a filter of Pillow's.
     """
     first = Random(seed).randrange(FIRST_TRAINING_SEED - 10 * n)
     pictures = [draw(first + i) for i in range(5 * n)]
@@ -88,7 +118,9 @@ def cases(n: int, seed: int) -> dict[str, list[Case]]:
         "interleaved": [Case(_interleaved(chosen), describe(chosen)) for chosen in several],
         "offers": [_offer(p, i, rng) for i, p in enumerate(two)],
         "questions": [Case(_ask(text, p), answer(p)) for (text, answer), p in zip(asked, two, strict=True)],
-        "background": [Case(_ask("What colour is the background?", p), dialogues.background_answer(p)) for p in two],
+        "background": [
+            Case(_ask("What colour is the background?", p), dialogues.background_answer(p)) for p in two
+        ],
         "degraded": [Case(_ask("Describe the image.", degrade(p, rng)), p.caption) for p in three],
         "follow_up": [
             Case(
@@ -102,7 +134,50 @@ def cases(n: int, seed: int) -> dict[str, list[Case]]:
             for p in four
         ],
         "greetings": [Case(_ask(text), dialogues.GREETING) for text in GREETINGS],
+        "resized": [Case(_ask("Describe the image.", resize(p, rng)), p.caption) for p in pictures[4 * n :]],
     }
+
+
+def clip_cases(n: int, seed: int, kinds: Collection[str] | None = None) -> dict[str, list[Case]]:
+    """`n` cases a kind, or of `kinds` only, about clips of three seconds, of which the processor takes six
+    frames.
+
+    `clips`: one clip described; `motions`: where its shape moves; `noisy_clips`: noise and compression in
+    every frame; `mixed`: a clip before or behind a picture, both described; `mp4`: a clip from an MP4 file,
+    if PyAV is there to write it.
+    """
+    first = Random(seed).randrange(FIRST_TRAINING_SEED - 10 * n)
+    make: dict[str, Callable[[Clip, int], Case]] = {
+        "clips": lambda clip, i: Case(_ask(_DESCRIBE_CLIP[i % len(_DESCRIBE_CLIP)], clip), clip.caption),
+        "motions": lambda clip, i: Case(_ask("Which way does it move?", clip), dialogues.motion_answer(clip)),
+        "noisy_clips": lambda clip, i: Case(
+            _ask("Describe the video.", degrade_clip(clip, Random(i))), clip.caption
+        ),
+        "mixed": lambda clip, i: _mixed(clip, draw(first + i), i),
+    }
+    if find_spec("av"):
+        make["mp4"] = lambda clip, i: Case(_ask("Describe the video.", _through_mp4(clip)), clip.caption)
+    return {
+        kind: [case(draw_clip(first + number * n + i), i) for i in range(n)]
+        for number, (kind, case) in enumerate(make.items())
+        if kinds is None or kind in kinds
+    }
+
+
+def _mixed(clip: Clip, picture: Picture, place: int) -> Case:
+    pair: tuple[Medium, Medium] = (clip, picture) if place % 2 else (picture, clip)
+    return Case(_ask("What do you see?", *pair), describe(pair))
+
+
+def _through_mp4(clip: Clip) -> Clip:
+    import av
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "clip.mp4"
+        write_mp4(clip, path)
+        with av.open(str(path)) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    return Clip(np.stack(frames), clip.shape, clip.colour, clip.background, clip.motion)
 
 
 @torch.inference_mode()
@@ -112,14 +187,7 @@ def answer(model: Any, processor: Any, conversations: Sequence[Dialogue], batch_
     answers = [""] * len(conversations)
     for start in range(0, len(order), batch_size):
         members = order[start : start + batch_size]
-        inputs = processor.apply_chat_template(
-            [dialogues.to_messages(conversations[i]) for i in members],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True, "padding_side": "left"},
-        ).to(model.device)
+        inputs = _inputs(processor, [conversations[i] for i in members]).to(model.device)
         output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
         texts = processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for i, text in zip(members, texts, strict=True):
@@ -127,11 +195,31 @@ def answer(model: Any, processor: Any, conversations: Sequence[Dialogue], batch_
     return answers
 
 
+def _inputs(processor: Any, conversations: Sequence[Dialogue]) -> Any:
+    """What the model takes, padded on the left; the processor chooses the frames of clips by the model's own
+    rule."""
+    messages = [dialogues.to_messages(conversation) for conversation in conversations]
+    media = [item for conversation in conversations for turn in conversation for item in turn.content]
+    clips = [item for item in media if isinstance(item, Clip)]
+    seen = [{"fps": FRAMES_PER_S, "total_num_frames": len(clip.frames)} for clip in clips]
+    return processor(
+        text=processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+        images=[item.image for item in media if isinstance(item, Picture)] or None,
+        videos=[clip.frames for clip in clips] or None,
+        **({"video_metadata": seen} if clips else {}),
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+    )
+
+
 def load(directory: Path, device: str = "cpu") -> tuple[Any, Any]:
     """The model in float32 on `device`, and its processor, from a local directory."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    )
     processor: Any = AutoProcessor
     return model.to(device).eval(), processor.from_pretrained(directory, local_files_only=True)
 
@@ -148,12 +236,16 @@ def _score(model: Any, processor: Any, chosen: Sequence[Case]) -> Score:
     return Score(len(pairs) - len(mistakes), len(pairs), answers, mistakes)
 
 
-def _ask(text: str, *pictures: Picture) -> Dialogue:
-    return [Turn("user", (*pictures, text))]
+def _ask(text: str, *media: Medium) -> Dialogue:
+    return [Turn("user", (*media, text))]
 
 
 def _interleaved(pictures: Sequence[Picture]) -> Dialogue:
-    content = [item for place, p in enumerate(pictures) for item in (f"{dialogues.ORDINALS[place].capitalize()}: ", p)]
+    content = [
+        item
+        for place, p in enumerate(pictures)
+        for item in (f"{dialogues.ORDINALS[place].capitalize()}: ", p)
+    ]
     return [Turn("user", (*content, "\nDescribe the pictures."))]
 
 
@@ -164,4 +256,7 @@ def _offer(picture: Picture, place: int, rng: Random) -> Case:
 
 
 def _pixels(dialogue: Dialogue) -> int:
-    return sum(item.image.width * item.image.height for turn in dialogue for item in turn.content if not isinstance(item, str))
+    media = [item for turn in dialogue for item in turn.content if not isinstance(item, str)]
+    return sum(
+        item.frames.size if isinstance(item, Clip) else item.image.width * item.image.height for item in media
+    )

@@ -3,9 +3,10 @@
     python -m dynamo.trtllm.demo.train --out DIR [--steps N] [--max-minutes M] [--device cuda]
     python -m dynamo.trtllm.demo.train --evaluate DIR [--device cuda] [--report FILE]
 
-It can also be started by its path. DIR becomes a complete Hugging Face directory; a `tokenizer.json` that is already
-there is kept. The rate and the curriculum follow the progress, which is the larger of steps taken / steps and minutes
-taken / minutes.
+It can also be started by its path. DIR becomes a complete Hugging Face directory; a `tokenizer.json` that is
+already there is kept. The rate and the curriculum follow the progress, which is the larger of steps taken /
+steps and minutes taken / minutes; a training that starts from a model's weights gets dialogues as they are at
+the curriculum's end.
 """
 
 from __future__ import annotations
@@ -46,19 +47,31 @@ _TOKENIZER_DIALOGUES = 20_000
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="train, and write the model here")
     target.add_argument("--evaluate", type=Path, help="evaluate the model in this directory, train nothing")
     parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--max-minutes", type=float, default=math.inf, help="finish in this time, whatever the steps")
+    parser.add_argument(
+        "--max-minutes", type=float, default=math.inf, help="finish in this time, whatever the steps"
+    )
     parser.add_argument("--rows", type=int, default=96, help="dialogues in a batch")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1), help="processes that draw")
+    parser.add_argument(
+        "--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1), help="processes that draw"
+    )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--start", type=Path, help="go on from the weights of the model in this directory")
+    parser.add_argument(
+        "--pause-after-minutes", type=float, default=math.inf, help="write the checkpoint then, and stop"
+    )
     parser.add_argument("--checkpoint", type=Path, help="written every minute; read first if it is there")
-    parser.add_argument("--cases", type=int, default=100, help="held-out cases of each kind; 0: do not evaluate")
+    parser.add_argument(
+        "--cases", type=int, default=100, help="held-out cases of each kind; 0: do not evaluate"
+    )
     parser.add_argument("--report", type=Path, help="write the evaluation here, with every answer")
     return parser.parse_args()
 
@@ -82,10 +95,13 @@ def train(arguments: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     out: Path = arguments.out
     tokenizer = _tokenizer(out, arguments.seed)
-    model = _new_model(out).to(arguments.device).train()
+    model = _new_model(out, arguments.start).to(arguments.device).train()
     run = _Run(model, tokenizer, arguments)
     for progress in run.steps():
         run.train_step(progress)
+    if not run.is_complete:
+        run.save()
+        sys.exit()
     torch.backends.cuda.matmul.allow_tf32 = False
     save_weights(model, out)
     run.save()
@@ -93,7 +109,8 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 class _Run:
-    """The state of one training: optimiser, data, clock and history. `history` rows are (step, loss, accuracy)."""
+    """The state of one training: optimiser, data, clock and history. `history` rows are (step, loss,
+    accuracy)."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
         self._model, self._arguments = model, arguments
@@ -111,10 +128,22 @@ class _Run:
         self._waited_s = 0.0
 
     def steps(self) -> Iterator[float]:
-        """The progress (0..1) at the start of every step that is left; the drawing processes see it too."""
-        while (progress := max(self._step / self._arguments.steps, self._minutes() / self._arguments.max_minutes)) < 1.0:
-            self._progress.value = progress
+        """The progress (0..1) at the start of every step until the end or the pause; the drawing processes
+        see it too."""
+        pause_at = self._started + self._arguments.pause_after_minutes * 60
+        while not self.is_complete and time.monotonic() < pause_at:
+            progress = self._done()
+            self._progress.value = 1.0 if self._arguments.start else progress
             yield progress
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing of the training is left, in this call or a later one."""
+        return self._done() >= 1.0
+
+    def _done(self) -> float:
+        done: float = max(self._step / self._arguments.steps, self._minutes() / self._arguments.max_minutes)
+        return done
 
     def train_step(self, progress: float) -> None:
         """One batch: forward, backward, update; logs and saves now and then."""
@@ -148,14 +177,16 @@ class _Run:
         self._logged += passed_s
         left_s = self._minutes() * 60 * (1 - progress) / max(progress, 1e-6)
         print(
-            f"step {self._step} loss {loss:.5f} right {accuracy:.4f} rate {rate:.2e} {count / passed_s:.1f} steps/s "
-            f"({self._waited_s / passed_s:.0%} waiting for data) done {progress:.1%} left {left_s:.0f} s",
+            f"step {self._step} loss {loss:.5f} right {accuracy:.4f} rate {rate:.2e} "
+            f"{count / passed_s:.1f} steps/s ({self._waited_s / passed_s:.0%} waiting for data) "
+            f"done {progress:.1%} left {left_s:.0f} s",
             flush=True,
         )
         self._waited_s = 0.0
 
     def save(self) -> None:
-        """Writes the checkpoint, if one was asked for, so that it is either the old one or the new one at any time."""
+        """Writes the checkpoint, if one was asked for, so that it is either the old one or the new one at any
+        time."""
         path: Path | None = self._arguments.checkpoint
         if path is None:
             return
@@ -186,9 +217,12 @@ def rate_factor(progress: float) -> float:
 
 
 def save_weights(model: Any, directory: Path) -> None:
-    """Writes `model.safetensors` in float32 under the names of the published Qwen2-VL checkpoints (tied head left out)."""
+    """Writes `model.safetensors` in float32 under the names of the published Qwen2-VL checkpoints (tied head
+    left out)."""
     tensors = {
-        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor.float().cpu().contiguous()
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor.float()
+        .cpu()
+        .contiguous()
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"
     }
@@ -199,7 +233,8 @@ def save_weights(model: Any, directory: Path) -> None:
 
 
 def evaluate_directory(directory: Path, device: str, cases: int, seed: int) -> dict[str, Any]:
-    """The scores on the CPU and, if `device` is another one, there too, with the number of answers that differ."""
+    """The scores on the CPU and, if `device` is another one, there too, with the number of answers that
+    differ."""
     result: dict[str, Any] = {
         "parameters": sum(tensor.numel() for tensor in load_file(directory / "model.safetensors").values()),
         "weights_bytes": (directory / "model.safetensors").stat().st_size,
@@ -220,12 +255,15 @@ def evaluate_directory(directory: Path, device: str, cases: int, seed: int) -> d
 def _without_answers(report: dict[str, Any]) -> dict[str, Any]:
     """The report as it is printed: of every score the numbers and the mistakes."""
     return {
-        key: _without_answers(value) if isinstance(value, dict) else value for key, value in report.items() if key != "answers"
+        key: _without_answers(value) if isinstance(value, dict) else value
+        for key, value in report.items()
+        if key != "answers"
     }
 
 
 def _tokenizer(out: Path, seed: int) -> Tokenizer:
-    """The tokenizer in `out`, or a new one; every other file of the directory but the weights is written anew."""
+    """The tokenizer in `out`, or a new one; every other file of the directory but the weights is written
+    anew."""
     path = out / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path)) if path.exists() else train_tokenizer(_texts(seed))
     write_artifacts(out, tokenizer)
@@ -239,9 +277,13 @@ def _texts(seed: int) -> Iterator[str]:
             yield from (item for item in turn.content if isinstance(item, str))
 
 
-def _new_model(directory: Path) -> Any:
+def _new_model(directory: Path, start: Path | None) -> Any:
     from transformers import AutoConfig, Qwen2VLForConditionalGeneration
 
+    if start is not None:
+        return Qwen2VLForConditionalGeneration.from_pretrained(
+            start, dtype=torch.float32, local_files_only=True
+        )
     return Qwen2VLForConditionalGeneration(AutoConfig.from_pretrained(directory, local_files_only=True))
 
 
