@@ -115,7 +115,7 @@ async def test_what_a_request_holds_twice_is_asked_for_once(cluster: Cluster, tm
     urls = [png_url(1), picture.as_uri(), embeddings, png_url(2)]
     twice = [*urls, f" {urls[0]}\n", *reversed(urls)]
     got = await encoder.load(parts(*twice), ROOMY, FakeContext())
-    assert sorted(request["items"][0]["url"] for request in cluster.client.requests) == sorted(urls)
+    assert sorted(request["url"] for request in cluster.client.requests) == sorted(urls)
     digests = [item.digest for item in got]
     assert len(set(digests)) == 4
     assert digests == [*digests[:4], digests[0], *digests[3::-1]]
@@ -407,9 +407,9 @@ async def test_leaving_stops_the_encode_worker_and_leaves_nothing_held(cluster: 
 
 
 @pytest.mark.asyncio
-async def test_a_reply_for_another_number_of_images_is_a_peers_fault() -> None:
+async def test_a_reply_of_another_release_is_a_peers_fault() -> None:
     client = FakeClient({1: replies({"schema_version": 1, "items": []})})
-    with pytest.raises(PeerFault, match="the encode worker answered for another number of items"):
+    with pytest.raises(PeerFault, match="the encode worker speaks another schema"):
         await encoder_over(client).load(parts(png_url(1)), ROOMY, FakeContext())
 
 

@@ -15,8 +15,6 @@ from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.peers import messages
 from dynamo.trtllm.peers.messages import (
-    EncodedItem,
-    EncodeItem,
     EncodeReply,
     EncodeRequest,
     Handoff,
@@ -63,19 +61,15 @@ def test_the_first_step_is_final_only_when_prefill_finished_the_request() -> Non
 
 
 ENCODE = EncodeRequest(
-    items=(
-        EncodeItem(kind="image", position=2, url="https://x/y.png", uuid="u", options={"max_pixels": 784}),
-    ),
+    kind="image",
+    position=2,
+    url="https://x/y.png",
+    uuid="u",
+    options={"max_pixels": 784},
     text_tokens=5,
     context_length=64,
 )
-ENCODED = EncodeReply(
-    items=(
-        EncodedItem(
-            kind="image", digest="d", token_ids=(1, 1), extras={"grid": [1, 2, 3]}, transfer=DESCRIPTOR
-        ),
-    )
-)
+ENCODED = EncodeReply(kind="image", digest="d", token_ids=(1, 1), extras={"grid": [1, 2, 3]}, transfer=DESCRIPTOR)
 
 
 def test_encode_messages_come_back_as_they_were_written() -> None:
@@ -90,23 +84,22 @@ DESCRIPTOR_JSON = (
 )
 LOGPROBS_JSON = "[[[301, -0.5, 1], [[301, -0.5, 1], [9, -2.0, 2]]]]"
 GOING_ON_JSON = (
-    '{"schema_version": 1, "engine": "DoubleEngine", "prompt_token_ids": [1, 2, 3], "first_token_ids": [301], '
+    '{"schema_version": 2, "engine": "DoubleEngine", "prompt_token_ids": [1, 2, 3], "first_token_ids": [301], '
     f'"logprobs": {LOGPROBS_JSON}, "cached_tokens": 2, "finish": null, "stop_reason": null, "seed": 11, '
     f'"meta": {{"key": 4}}, "transfer": {DESCRIPTOR_JSON}}}'
 )
 ENDED_JSON = (
-    '{"schema_version": 1, "engine": "DoubleEngine", "prompt_token_ids": [1, 2, 3], "first_token_ids": [], '
+    '{"schema_version": 2, "engine": "DoubleEngine", "prompt_token_ids": [1, 2, 3], "first_token_ids": [], '
     '"logprobs": null, "cached_tokens": 0, "finish": "stop", "stop_reason": "done", "seed": null, '
     '"meta": {"key": 4}, "transfer": null}'
 )
 ENCODE_JSON = (
-    '{"schema_version": 1, "items": [{"schema_version": 1, "kind": "image", "position": 2, '
-    '"url": "https://x/y.png", "uuid": "u", "tenant": null, "options": {"max_pixels": 784}}], '
-    '"text_tokens": 5, "context_length": 64}'
+    '{"schema_version": 2, "kind": "image", "position": 2, "url": "https://x/y.png", "uuid": "u", "tenant": null, '
+    '"options": {"max_pixels": 784}, "text_tokens": 5, "context_length": 64}'
 )
 ENCODED_JSON = (
-    '{"schema_version": 1, "items": [{"schema_version": 1, "kind": "image", "digest": "d", "token_ids": [1, 1], '
-    f'"extras": {{"grid": [1, 2, 3]}}, "transfer": {DESCRIPTOR_JSON}}}]}}'
+    '{"schema_version": 2, "kind": "image", "digest": "d", "token_ids": [1, 1], "extras": {"grid": [1, 2, 3]}, '
+    f'"transfer": {DESCRIPTOR_JSON}}}'
 )
 
 
@@ -194,8 +187,8 @@ def broken(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "raw",
     [
-        broken(schema_version=2),
-        broken(schema_version="1"),
+        broken(schema_version=1),
+        broken(schema_version="2"),
         broken(surprise=1),
         broken(transfer={**through_json(DESCRIPTOR), "version": 1}),
         broken(transfer={**through_json(DESCRIPTOR), "surprise": 1}),
@@ -211,7 +204,7 @@ def test_a_handoff_of_another_release_is_a_peers_fault_without_the_librarys_word
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("raw", [{"schema_version": 2, "items": []}, {"items": [], "more": 1}, {"token_ids": []}])
+@pytest.mark.parametrize("raw", [{"schema_version": 1, "items": []}, {**through_json(ENCODED), "more": 1}, {"token_ids": []}])
 def test_an_encode_reply_of_another_release_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(PeerFault, match="the encode worker speaks another schema"):
         EncodeReply.parse(raw, "encode")

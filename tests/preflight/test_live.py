@@ -24,7 +24,7 @@ sys.exit(run(parse(["--check", "--live", "--engine", "double", "--model-path", "
 
 OTHER_SCHEMA = """
 import dynamo.trtllm.peers.messages
-dynamo.trtllm.peers.messages.SCHEMA_VERSION = 2
+dynamo.trtllm.peers.messages.SCHEMA_VERSION = 99
 from dynamo.trtllm.main import main
 main()
 """
@@ -49,7 +49,7 @@ def test_running_peers_are_counted_with_their_schema_and_missing_ones_named() ->
         cluster.worker("--engine", "double", "--disaggregation-mode", "prefill", name="prefill")
         code, lines = check_live(cluster, "--disaggregation-mode", "decode", loopback=True)
         assert code == 0
-        assert lines[0] == "  prefill at dyn://dynamo.prefill.generate: 1 running, 1 with message schema 1"
+        assert lines[0] == "  prefill at dyn://dynamo.prefill.generate: 1 running, 1 with message schema 2"
         assert lines[1].startswith("  NIXL loopback ")
         assert "not measured" not in lines[1]
         arguments = [
@@ -75,9 +75,9 @@ def test_a_peer_of_another_schema_is_a_fault() -> None:
         cluster._wait_for(worker, lambda: "serving" in worker.text(), "the other worker's start")
         code, lines = check_live(cluster, "--disaggregation-mode", "decode")
         assert code == 1
-        assert lines[0] == "  prefill at dyn://dynamo.prefill.generate: 1 running, 0 with message schema 1"
+        assert lines[0] == "  prefill at dyn://dynamo.prefill.generate: 1 running, 0 with message schema 2"
         assert lines[-2] == (
-            "fault: 1 prefill worker at dyn://dynamo.prefill.generate speaks another message schema than 1: run the same release "
+            "fault: 1 prefill worker at dyn://dynamo.prefill.generate speaks another message schema than 2: run the same release "
             "on all workers"
         )
 

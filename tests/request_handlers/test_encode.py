@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from dynamo.trtllm.errors import EngineDead, LimitFault, Overloaded, PartFault, PeerFault
 from dynamo.trtllm.frontend.endpoint import Egress
-from dynamo.trtllm.peers.messages import EncodeItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.pooled import PooledTransfer
 from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, until
@@ -46,30 +46,39 @@ async def start(stack: AsyncExitStack, transfer: dict[str, Any] | None = None, e
     return Worker(engine, ours, EncodeHandler(engine, info, await loader_over(engine, info=info, **media), ours))
 
 
-def asking(*urls: str, text_tokens: int = 1, context_length: int = 1000, first: int = 1) -> dict[str, Any]:
-    items = tuple(EncodeItem(kind="image", position=first + at, url=url) for at, url in enumerate(urls))
-    return EncodeRequest(items=items, text_tokens=text_tokens, context_length=context_length).model_dump(mode="json")
+def asking(url: str, text_tokens: int = 1, context_length: int = 1000, position: int = 1) -> dict[str, Any]:
+    return EncodeRequest(
+        kind="image", position=position, url=url, text_tokens=text_tokens, context_length=context_length
+    ).model_dump(mode="json")
 
 
 @pytest.mark.asyncio
-async def test_the_reply_describes_each_item_in_order_and_its_tensors_can_be_read(stack: AsyncExitStack, tmp_path: Path) -> None:
+async def test_the_reply_describes_the_item_and_its_tensors_can_be_read(stack: AsyncExitStack, tmp_path: Path) -> None:
     worker = await start(stack, allowed_local_path=tmp_path)
-    reply = await worker.reply(asking(png_url(1), write_embeddings(tmp_path, "e.pt", 3, value=2.5), png_url(1)))
-    assert [item.token_ids for item in reply.items] == [(PLACEHOLDER,) * count for count in (IMAGE_TOKENS, 3, IMAGE_TOKENS)]
-    assert reply.items[0].digest == reply.items[2].digest
-    assert len(worker.engine.encoded) == 1
-    assert worker.transfer.stats().open_offers == 3
+    picture = await worker.reply(asking(png_url(1)))
+    file = await worker.reply(asking(write_embeddings(tmp_path, "e.pt", 3, value=2.5)))
+    assert (picture.kind, picture.token_ids) == ("image", (PLACEHOLDER,) * IMAGE_TOKENS)
+    assert (file.kind, file.token_ids) == ("image", (PLACEHOLDER,) * 3)
+    assert worker.transfer.stats().open_offers == 2
     reader = await start_transfer(stack)
-    async with await reader.fetch(reply.items[1].transfer, 10.0) as received:
+    async with await reader.fetch(file.transfer, 10.0) as received:
         assert received.tensors["features"].tolist() == [[2.5] * HIDDEN] * 3
-    await until(lambda: worker.transfer.stats().open_offers == 2)
+    await until(lambda: worker.transfer.stats().open_offers == 1)
+
+
+@pytest.mark.asyncio
+async def test_a_picture_that_two_calls_name_is_encoded_once_and_offered_to_both(stack: AsyncExitStack) -> None:
+    worker = await start(stack)
+    first, second = await asyncio.gather(worker.reply(asking(png_url(1))), worker.reply(asking(png_url(1), position=3)))
+    assert first.digest == second.digest
+    assert (worker.engine.encoded, worker.transfer.stats().open_offers) == ([first.digest], 2)
 
 
 @pytest.mark.asyncio
 async def test_a_fault_names_the_part_by_the_position_in_the_callers_request(stack: AsyncExitStack) -> None:
     worker = await start(stack)
     with pytest.raises(PartFault, match="image 4: its data URL is empty"):
-        await worker.reply(asking("data:image/png,", first=4))
+        await worker.reply(asking("data:image/png,", position=4))
 
 
 @pytest.mark.asyncio
@@ -81,7 +90,10 @@ async def test_what_would_not_fit_the_context_is_refused_before_encoding(stack: 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("raw", [{"token_ids": [1]}, {"schema_version": 2, "items": []}, {**asking("u"), "more": 1}])
+@pytest.mark.parametrize(
+    "raw",
+    [{"token_ids": [1]}, {**asking("u"), "schema_version": 99}, {"schema_version": 1, "items": []}, {**asking("u"), "more": 1}],
+)
 async def test_a_call_of_another_release_is_refused(stack: AsyncExitStack, raw: dict[str, Any]) -> None:
     worker = await start(stack)
     with pytest.raises(PeerFault, match="the calling worker speaks another schema than this one"):
@@ -91,7 +103,7 @@ async def test_a_call_of_another_release_is_refused(stack: AsyncExitStack, raw: 
 @pytest.mark.asyncio
 async def test_a_health_check_asks_the_engine_and_offers_nothing(stack: AsyncExitStack) -> None:
     worker = await start(stack)
-    raw = {"_HEALTH_CHECK": True, "items": []}
+    raw = {"_HEALTH_CHECK": True, "token_ids": [1]}
     assert await collect(answered(worker.handler, raw)) == [{"token_ids": [], "finish_reason": "stop"}]
     await worker.engine.close()
     assert type(await outcome(collect(answered(worker.handler, raw)))) is EngineDead
@@ -99,17 +111,17 @@ async def test_a_health_check_asks_the_engine_and_offers_nothing(stack: AsyncExi
 
 
 @pytest.mark.asyncio
-async def test_a_reply_that_its_caller_no_longer_takes_withdraws_its_offers(stack: AsyncExitStack) -> None:
+async def test_a_reply_that_its_caller_no_longer_takes_withdraws_its_offer(stack: AsyncExitStack) -> None:
     worker = await start(stack)
     egress = Egress(worker.handler, on_dead=ignore_death)
-    raw = asking(png_url(1), png_url(2))
+    raw = asking(png_url(1))
     raised = await outcome(collect(egress.serve(raw, FakeContext(), response_sender=FakeSender(fails_at=0))))
     assert type(raised).__name__ == "Cancelled"
-    assert (worker.transfer.stats().offers_total, worker.transfer.stats().open_offers) == (2, 0)
+    assert (worker.transfer.stats().offers_total, worker.transfer.stats().open_offers) == (1, 0)
 
 
 @pytest.mark.asyncio
-async def test_a_reply_that_was_taken_keeps_its_offers(stack: AsyncExitStack) -> None:
+async def test_a_reply_that_was_taken_keeps_its_offer(stack: AsyncExitStack) -> None:
     worker = await start(stack)
     egress, sender = Egress(worker.handler, on_dead=ignore_death), FakeSender()
     await collect(egress.serve(asking(png_url(1)), FakeContext(), response_sender=sender))
@@ -117,30 +129,28 @@ async def test_a_reply_that_was_taken_keeps_its_offers(stack: AsyncExitStack) ->
 
 
 @pytest.mark.asyncio
-async def test_an_offer_without_room_withdraws_those_before_it(stack: AsyncExitStack) -> None:
+async def test_an_offer_without_room_is_said_in_its_own_words_and_leaves_nothing(stack: AsyncExitStack) -> None:
     worker = await start(stack)
-    offer, made = worker.transfer.offer, []
 
-    async def once(*args: Any) -> Any:
-        if made:
-            raise Overloaded("no room")
-        made.append(await offer(*args))
-        return made[0]
+    async def full(*args: Any) -> Any:
+        raise Overloaded("no room")
 
-    worker.transfer.offer = once  # type: ignore[method-assign]
+    worker.transfer.offer = full  # type: ignore[method-assign]
     with pytest.raises(Overloaded, match="no room"):
-        await worker.reply(asking(png_url(1), png_url(2)))
+        await worker.reply(asking(png_url(1)))
     assert worker.transfer.stats().open_offers == 0
 
 
 @pytest.mark.asyncio
 async def test_a_caller_that_leaves_while_an_offer_waits_for_room_leaves_none(stack: AsyncExitStack) -> None:
     worker = await start(stack, {"pool_bytes": 1536})
-    running = asyncio.create_task(worker.reply(asking(*[png_url(shade) for shade in range(4)])))
-    await until(lambda: worker.transfer.stats().waiting_offers == 1)
-    assert worker.transfer.stats().open_offers > 0
-    await cancelled(running)
-    assert (worker.transfer.stats().open_offers, worker.transfer.stats().waiting_offers) == (0, 0)
+    calls = [asyncio.create_task(worker.reply(asking(png_url(shade)))) for shade in range(4)]
+    await until(lambda: any(each.done() for each in calls) and worker.transfer.stats().waiting_offers > 0)
+    taken = sum(each.done() for each in calls)
+    for each in calls:
+        if not each.done():
+            await cancelled(each)
+    assert (worker.transfer.stats().open_offers, worker.transfer.stats().waiting_offers) == (taken, 0)
 
 
 @pytest.mark.asyncio
@@ -159,9 +169,9 @@ async def test_a_worker_that_encodes_nothing_takes_embedding_files_and_names_the
 ) -> None:
     worker = await start(stack, encodes=False, allowed_local_path=tmp_path)
     file = write_embeddings(tmp_path, "e.pt", 3)
-    assert [item.token_ids for item in (await worker.reply(asking(file))).items] == [(PLACEHOLDER,) * 3]
+    assert (await worker.reply(asking(file))).token_ids == (PLACEHOLDER,) * 3
     with pytest.raises(PartFault) as caught:
-        await worker.reply(asking(file, png_url(1)))
+        await worker.reply(asking(png_url(1), position=2))
     assert caught.value.message == (
         "image 2: this encode worker takes embedding files only: images of this model are encoded by prefill and "
         "aggregated workers"
@@ -176,6 +186,6 @@ async def test_the_role_is_drained_when_its_offers_are_read_and_shows_them_meanw
     assert worker.handler.stats()["transfer_open_offers"] == 1
     assert worker.handler.stats()["cache_misses"] == 1
     draining = asyncio.create_task(worker.handler.drained())
-    await (await start_transfer(stack)).fetch(reply.items[0].transfer, 10.0, copy=True)
+    await (await start_transfer(stack)).fetch(reply.transfer, 10.0, copy=True)
     await draining
     await worker.handler.close()

@@ -113,7 +113,7 @@ async def test_prefill_tells_the_frontend_to_call_decode(both: Pair) -> None:
     assert reply["completion_usage"]["prompt_tokens"] == 3
     handoff = reply["disaggregated_params"]
     assert (handoff["prompt_token_ids"], handoff["first_token_ids"]) == ([1, 2, 3], reply["token_ids"])
-    assert (handoff["engine"], handoff["finish"], handoff["schema_version"]) == ("RecordingEngine", None, 1)
+    assert (handoff["engine"], handoff["finish"], handoff["schema_version"]) == ("RecordingEngine", None, 2)
     assert handoff["transfer"]["tensors"][0]["shape"] == [3 * KV_BYTES]
 
 
@@ -465,7 +465,7 @@ async def test_prefills_refusal_reaches_the_client_of_decode_in_its_words(stack:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("change", [{"schema_version": 2}, {"more": 1}, {"meta": None}])
+@pytest.mark.parametrize("change", [{"schema_version": 1}, {"more": 1}, {"meta": None}])
 async def test_a_handoff_of_another_release_is_refused_before_a_token_is_sent(both: Pair, change: dict[str, Any]) -> None:
     raw = raw_request(*PROMPT)
     reply = await both.prefilled(raw)

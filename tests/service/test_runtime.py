@@ -160,7 +160,7 @@ async def test_a_worker_registers_its_model_and_serves_it_with_a_canary(world: W
     assert (options["worker_type"], options["needs"], options["kv_cache_block_size"]) == (WorkerType.Aggregated, [], 16)
     assert (options["model_aliases"], options["ignore_weights"]) == (["alias"], True)
     assert world.runtime.made.handler == world.egress.serve
-    assert world.runtime.made.options["health_check_payload"] == health_check_payload(Role.AGGREGATED, RuntimeConfig())
+    assert world.runtime.made.options["health_check_payload"] == health_check_payload(RuntimeConfig())
     assert world.runtime.made.options["metrics_labels"] == [("model", "m")]
     assert (world.service.instance_id, world.runtime.names) == (7, ["dyn://dynamo.tensorrt_llm.generate"])
     world.service._on_signal()
@@ -404,7 +404,7 @@ def test_the_model_card_tells_the_engines_limits_and_the_schema() -> None:
     assert (card.context_length, card.total_kv_blocks, card.max_num_seqs, card.max_num_batched_tokens) == (100, 3, 4, 5)
     assert (card.tool_call_parser, card.reasoning_parser, card.enable_local_indexer) == ("hermes", "basic", True)
     data = {key: json.loads(value) for key, value in card.runtime_data.items()}
-    assert data["dynamo_trtllm_schema"] == "1"
+    assert data["dynamo_trtllm_schema"] == "2"
     assert data["default_thinking_mode"] == "on"
     assert data["token_budget"] == {"combined_limit": 100, "reject_prompt_overflow": False, "reject_total_overflow": False}
 
@@ -414,10 +414,9 @@ def test_a_decode_worker_keeps_no_index_of_kv_events() -> None:
 
 
 def test_the_canary_asks_for_one_token_and_a_payload_of_the_user_replaces_it() -> None:
-    payload = health_check_payload(Role.DECODE, RuntimeConfig())
+    payload = health_check_payload(RuntimeConfig())
     assert (payload["_HEALTH_CHECK"], payload["token_ids"], payload["stop_conditions"]["max_tokens"]) == (True, [1], 1)
-    assert health_check_payload(Role.ENCODE, RuntimeConfig())["items"] == []
-    own = health_check_payload(Role.DECODE, RuntimeConfig(health_check_payload={"token_ids": [4]}))
+    own = health_check_payload(RuntimeConfig(health_check_payload={"token_ids": [4]}))
     assert own == {"_HEALTH_CHECK": True, "token_ids": [4]}
 
 

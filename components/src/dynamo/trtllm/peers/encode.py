@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
-from dynamo.trtllm.errors import ClientFault, PartFault, PeerFault, PeerUnavailable
+from dynamo.trtllm.errors import ClientFault, PartFault, PeerUnavailable
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.kinds.registry import require_counts
@@ -24,7 +24,7 @@ from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart, at_part, reference_of
 from dynamo.trtllm.multimodal.uuids import TWO_CONTENTS
 from dynamo.trtllm.peers.client import PeerClient, first_answer
-from dynamo.trtllm.peers.messages import EncodedItem, EncodeItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -109,38 +109,33 @@ class RemoteEncoder:
     ) -> MediaItem:
         end = time.monotonic() + timeout_s
         request = EncodeRequest(
-            items=(EncodeItem(
-                    kind=part.kind,
-                    position=part.position,
-                    url=part.url,
-                    uuid=part.uuid,
-                    tenant=part.tenant,
-                    options=part.options,
-                ),),
+            kind=part.kind,
+            position=part.position,
+            url=part.url,
+            uuid=part.uuid,
+            tenant=part.tenant,
+            options=part.options,
             text_tokens=budget.text_tokens,
             context_length=budget.context_length,
         )
         raw = await self._client.call(request.model_dump(mode="json"), instance, context, timeout_s)
         reply = EncodeReply.parse(raw, "encode")
-        if len(reply.items) != 1:
-            raise PeerFault("the encode worker answered for another number of items")
-        item = reply.items[0]
         read = False
 
         async def compute() -> MediaItem:
             nonlocal read
             read = True
-            return await self._read(item, end - time.monotonic())
+            return await self._read(reply, end - time.monotonic())
 
         try:
-            return await self._cache.get_or_compute(f"{item.kind}:{item.digest}", compute)
+            return await self._cache.get_or_compute(f"{reply.kind}:{reply.digest}", compute)
         finally:
             if not read:
-                await self._transfer.discard(item.transfer)
+                await self._transfer.discard(reply.transfer)
 
-    async def _read(self, item: EncodedItem, timeout_s: float) -> MediaItem:
-        received = await self._transfer.fetch(item.transfer, max(timeout_s, 0.001), copy=True)
-        return EncodedMedia(item.kind, item.digest, received.tensors, item.token_ids, item.extras)
+    async def _read(self, reply: EncodeReply, timeout_s: float) -> MediaItem:
+        received = await self._transfer.fetch(reply.transfer, max(timeout_s, 0.001), copy=True)
+        return EncodedMedia(reply.kind, reply.digest, received.tensors, reply.token_ids, reply.extras)
 
     def _candidates(self, part: MediaPart) -> list[int]:
         """Live instances, best first: by rendezvous hash, those that carry much more than their share last.
@@ -176,8 +171,7 @@ def _keys_of(parts: Sequence[MediaPart]) -> list[_Key]:
     """A part that is its uuid alone has the key of one of the same request that brings the content."""
     sent = {(part.kind, part.uuid): reference_of(part.url) for part in parts if part.url}
     return [
-        (part.kind, reference_of(part.url) or (part.uuid and sent.get((part.kind, part.uuid))) or "", part.uuid)
-        for part in parts
+        (part.kind, reference_of(part.url) or (part.uuid and sent.get((part.kind, part.uuid))) or "", part.uuid) for part in parts
     ]
 
 

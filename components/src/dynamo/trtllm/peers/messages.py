@@ -17,7 +17,7 @@ from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.transfer.descriptor import TransferDescriptor
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 SCHEMA_KEY = "dynamo_trtllm_schema"
 """Name under which a worker's model card tells the version, so that `--check --live` can compare."""
 
@@ -29,7 +29,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
 
     @classmethod
     def parse(cls: type[M], raw: Mapping[str, Any], sender: str) -> M:
@@ -115,8 +115,12 @@ def _token(logprob: WireLogprob) -> TokenLogprob:
     return TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank)
 
 
-class EncodeItem(Message):
-    """One item to encode, or one embedding file to load; `position` counts the request's items of its kind, from 1."""
+class EncodeRequest(Message):
+    """Ask an encode worker for the embeddings of one item of media, or of one embedding file.
+
+    `position` counts the caller's items of the kind, from 1. `text_tokens` and `context_length` let the worker refuse what would
+    not fit before it encodes.
+    """
 
     kind: str
     position: int
@@ -124,27 +128,15 @@ class EncodeItem(Message):
     uuid: str | None = None
     tenant: str | None = None
     options: Mapping[str, Any] = {}
-
-
-class EncodeRequest(Message):
-    """Ask an encode worker for embeddings. The counts let it refuse what would not fit before it encodes."""
-
-    items: tuple[EncodeItem, ...]
     text_tokens: int
     context_length: int
 
 
-class EncodedItem(Message):
-    """One item's reply: everything of `EncodedMedia`, its tensors as a descriptor."""
+class EncodeReply(Message):
+    """The embeddings of one item: everything of `EncodedMedia`, its tensors as a descriptor."""
 
     kind: str
     digest: str
     token_ids: tuple[int, ...]
     extras: Mapping[str, Any]
     transfer: TransferDescriptor
-
-
-class EncodeReply(Message):
-    """The items of a request, in its order."""
-
-    items: tuple[EncodedItem, ...]

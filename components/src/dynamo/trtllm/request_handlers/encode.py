@@ -1,4 +1,4 @@
-"""The encode role: images to embeddings for other workers, held until they are read or expire."""
+"""The encode role: media to embeddings for other workers, held until they are read or expire."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.multimodal.kinds.registry import plural_of
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
-from dynamo.trtllm.peers.messages import EncodedItem, EncodeReply, EncodeRequest
+from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
-from dynamo.trtllm.transfer.port import Offer, Transfer
+from dynamo.trtllm.transfer.port import Transfer
 
 
 class EncodeHandler(HandlerBase):
-    """Called by prefill and aggregated workers, never by the frontend. Replies once."""
+    """Called by prefill and aggregated workers, never by the frontend. Replies once, to one item."""
 
     def __init__(self, engine: Engine, info: EngineInfo, loader: MediaLoader, transfer: Transfer) -> None:
         super().__init__(engine, info, transfer)
@@ -36,24 +36,19 @@ class EncodeHandler(HandlerBase):
         yield {"token_ids": [], "finish_reason": "stop"}
 
     async def _reply(self, request: EncodeRequest) -> AsyncGenerator[Chunk, None]:
-        parts = [MediaPart(item.position, item.kind, item.url, item.uuid, item.tenant, item.options) for item in request.items]
-        items = await self._loader.load(parts, TokenBudget(request.text_tokens, request.context_length))
-        encoded = [_require_encoded(part, item) for part, item in zip(parts, items, strict=True)]
-        offers: list[Offer] = []
-        with withdrawn_on_failure(offers):
-            reply = EncodeReply(items=tuple([await self._offer(item, offers) for item in encoded]))
+        part = MediaPart(request.position, request.kind, request.url, request.uuid, request.tenant, request.options)
+        (item,) = await self._loader.load([part], TokenBudget(request.text_tokens, request.context_length))
+        encoded = _require_encoded(part, item)
+        offer = await self._transfer.offer(encoded.tensors)
+        with withdrawn_on_failure(offer):
+            reply = EncodeReply(
+                kind=encoded.kind,
+                digest=encoded.digest,
+                token_ids=encoded.token_ids,
+                extras=encoded.extras,
+                transfer=offer.descriptor,
+            )
             yield reply.model_dump(mode="json")
-
-    async def _offer(self, item: EncodedMedia, offers: list[Offer]) -> EncodedItem:
-        """Offer the tensors of `item`, adding the offer to `offers`, and describe it."""
-        offers.append(await self._transfer.offer(item.tensors))
-        return EncodedItem(
-            kind=item.kind,
-            digest=item.digest,
-            token_ids=item.token_ids,
-            extras=item.extras,
-            transfer=offers[-1].descriptor,
-        )
 
     def stats(self) -> Mapping[str, float]:
         return {**self._loader.stats(), **transfer_stats(self._transfer)}

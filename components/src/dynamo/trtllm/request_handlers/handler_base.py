@@ -58,12 +58,12 @@ class HandlerBase(ABC):
 
 
 @contextmanager
-def withdrawn_on_failure(offers: list[Offer]) -> Iterator[None]:
-    """Withdraw what `offers` holds by then if the block fails or is closed: the reply that names them did not leave."""
+def withdrawn_on_failure(offer: Offer | None) -> Iterator[None]:
+    """Withdraw `offer` if the block fails or is closed: the reply that names it did not leave."""
     try:
         yield
     except BaseException:
-        for offer in offers:
+        if offer is not None:
             offer.release()
         raise
 

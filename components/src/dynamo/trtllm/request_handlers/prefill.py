@@ -35,18 +35,16 @@ class PrefillHandler(HandlerBase):
 
     async def _prefill(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
         prefilled = await self._engine.prefill(request)
-        offers: list[Offer] = []
-        with withdrawn_on_failure(offers):
-            await self._offer(prefilled.state, offers)
-            yield _reply(type(self._engine).__name__, prefilled, offers, request.sampling.seed)
+        offer = await self._offer(prefilled.state)
+        with withdrawn_on_failure(offer):
+            yield _reply(type(self._engine).__name__, prefilled, offer, request.sampling.seed)
 
-    async def _offer(self, state: EngineState | None, offers: list[Offer]) -> None:
-        """Add the offer of `state`'s tensors to `offers`, and free them here."""
+    async def _offer(self, state: EngineState | None) -> Offer | None:
+        """The offer of `state`'s tensors, which are free here then; None where there are none."""
         if state is None:
-            return
+            return None
         try:
-            if state.tensors:
-                offers.append(await self._transfer.offer(state.tensors))
+            return await self._transfer.offer(state.tensors) if state.tensors else None
         finally:
             state.release()
 
@@ -73,7 +71,7 @@ def _for_context_stage(request: EngineRequest) -> EngineRequest:
     return replace(request, sampling=sampling)
 
 
-def _reply(engine: str, prefilled: Prefilled, offers: list[Offer], seed: int | None) -> Chunk:
+def _reply(engine: str, prefilled: Prefilled, offer: Offer | None, seed: int | None) -> Chunk:
     """The one reply. "length" makes the frontend call decode, which lets go of what this engine holds; at any other finish
     reason the frontend answers from this chunk.
     """
@@ -88,7 +86,7 @@ def _reply(engine: str, prefilled: Prefilled, offers: list[Offer], seed: int | N
         stop_reason=first.stop_reason,
         seed=seed,
         meta=prefilled.state.meta if prefilled.state is not None else {},
-        transfer=offers[0].descriptor if offers else None,
+        transfer=offer.descriptor if offer is not None else None,
     )
     usage = first.usage if first.usage is not None and first.finish is not None else handoff.usage()
     finish = first.finish if prefilled.state is None and first.finish is not None else "length"

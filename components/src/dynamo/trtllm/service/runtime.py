@@ -143,7 +143,7 @@ class Service:
                 egress.endpoint_handler(),
                 graceful_shutdown=True,
                 metrics_labels=[("model", self._config.model.name)],
-                health_check_payload=health_check_payload(self._config.role, self._config.runtime),
+                health_check_payload=health_check_payload(self._config.runtime),
             )
         except Exception as error:  # the binding raises plain Exception
             raise StartupError(f"cannot serve {self._config.runtime.endpoint}: {error}") from error
@@ -313,17 +313,14 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
     return card
 
 
-def health_check_payload(role: Role, runtime: RuntimeConfig) -> dict[str, Any]:
-    """The canary's request; `--health-check-payload` replaces it."""
+def health_check_payload(runtime: RuntimeConfig) -> dict[str, Any]:
+    """The canary's request, in every role; `--health-check-payload` replaces it."""
     if runtime.health_check_payload:
         return {HEALTH_CHECK_KEY: True, **runtime.health_check_payload}
-    payload: dict[str, Any] = {
+    return {
         HEALTH_CHECK_KEY: True,
         "token_ids": [1],
         "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
         "sampling_options": {"temperature": 0.0},
         "routing": {"cache_salt": "dynamo-health-check"},
     }
-    if role is Role.ENCODE:
-        payload["items"] = []
-    return payload
