@@ -20,7 +20,10 @@ NAME = "dynamo.trtllm"
 
 NEED_TRANSFORMERS = {
     f"{NAME}.engines.transformers.{name}"
-    for name in ("attention", "batch", "graphs", "encoder", "engine", "loading", "runner", "scheduler", "verify", "worker")
+    for name in (
+        *("attention", "batch", "graphs", "encoder", "engine", "loading", "prompts", "runner", "scheduler"),
+        *("verify", "worker"),
+    )
 }
 NEED_TORCH = {
     *NEED_TRANSFORMERS,

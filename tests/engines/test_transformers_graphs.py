@@ -220,7 +220,7 @@ async def test_running_requests_get_tokens_between_the_layers_of_a_long_pass(
     start: Start, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dynamo.trtllm.engines.transformers.worker._LONG_PICTURES", 1)
-    monkeypatch.setattr("dynamo.trtllm.engines.transformers.scheduler._LONG_PROMPTS", 1)
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.prompts.LONG_TOKENS", 1)
     plain, static = await start(family, static=False), await start(family)
     asked = await _asked(plain, family)
     alone = [await generate(plain, each) for each in asked]
@@ -254,7 +254,7 @@ async def test_running_requests_get_tokens_between_the_layers_of_a_long_pass(
 async def test_a_decode_step_that_fails_between_layers_ends_the_engine_and_is_not_taken_for_the_prompts_fault(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.trtllm.engines.transformers.scheduler._LONG_PROMPTS", 1)
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.prompts.LONG_TOKENS", 1)
     engine = await start()
     broken: list[bool] = []
     prefill, step = ModelRunner.prefill, GraphBatch.step

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,15 +19,12 @@ from dynamo.trtllm.engines.port import EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch
 from dynamo.trtllm.engines.transformers.interleave import Interleave
 from dynamo.trtllm.engines.transformers.options import EngineOptions
+from dynamo.trtllm.engines.transformers.prompts import Prompts
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.sampling import Sampled, sample_apart
-from dynamo.trtllm.engines.transformers.sequence import Sequence, Stage
+from dynamo.trtllm.engines.transformers.sequence import Phase, Sequence, Stage
 from dynamo.trtllm.engines.transformers.state import pack_state
 from dynamo.trtllm.errors import EngineDead, EngineFault, WorkerError
-
-_MAX_PREFILL_ROWS = 32
-_LONG_PROMPTS = 1024
-"""Tokens in one pass from which on it is interrupted for running requests, on a GPU."""
 
 
 class Scheduler:
@@ -48,8 +44,7 @@ class Scheduler:
         """Lets decoding come between the layers of long passes, where it takes no time of the engine's thread."""
         self._options = options
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: list[Sequence] = []
-        self._computed: tuple[list[Chunk], torch.Tensor] | None = None
+        self._prompts = Prompts(runner, options, interleave)
         self.events: list[tuple[Any, Any]] = []
         self.total_blocks = total_blocks
         self.generated_tokens = 0
@@ -57,12 +52,12 @@ class Scheduler:
 
     @property
     def active(self) -> int:
-        return len(self._batch.sequences) + len(self._prefilling)
+        return len(self._batch.sequences) + len(self._prompts.sequences)
 
     @property
     def used_blocks(self) -> int:
         """Blocks that are set aside, padding included. Safe to read from another thread."""
-        return _blocks((*self._prefilling, *self._batch.sequences))
+        return _blocks((*self._prompts.sequences, *self._batch.sequences))
 
     @property
     def waiting(self) -> int:
@@ -70,27 +65,24 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._batch.sequences or self._prefilling or self._waiting)
+        return bool(self._batch.sequences or self._prompts.sequences or self._waiting)
 
     def sequences(self) -> list[Sequence]:
-        return [*self._waiting, *self._prefilling, *self._batch.sequences]
+        return [*self._waiting, *self._prompts.sequences, *self._batch.sequences]
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Forget `sequence` and free what it holds. Does nothing when it is finished."""
-        if sequence.finished:
-            return
-        if sequence.row >= 0:
+        if sequence.phase is Phase.RUNNING:
             self._leave(sequence)
-        elif sequence in self._prefilling:
-            self._prefilling.remove(sequence)
+        elif sequence.phase is Phase.PREFILLING:
+            self._prompts.sequences.remove(sequence)
             self._free(sequence)
-        else:
+        elif sequence.phase is Phase.WAITING:
             self._waiting.remove(sequence)
-            sequence.finished = True
-            sequence.release()
+            self._free(sequence)
 
     def prefill_step(self) -> None:
         """Admit who fits, then compute at most one batch of prompts or one chunk of a long one.
@@ -98,30 +90,20 @@ class Scheduler:
         `finish_prefill` hands on what came of it; on a GPU it may still be computing.
         """
         self._admit()
-        chunks = self._next_chunks()
-        if not chunks:
-            return
-        long = sum(c.stop - c.start for c in chunks) >= _LONG_PROMPTS
-        try:
-            with nullcontext() if self.interleave is None else self.interleave.block(long):
-                logits = self._runner.prefill(chunks)
-        except Exception as error:
-            self._prefill_failed(chunks, error)
-            return
-        self._computed = chunks, logits
+        for sequence, error in self._prompts.compute():
+            self._fail(sequence, error)
 
     def finish_prefill(self) -> None:
         """Choose the first tokens of the prompts that `prefill_step` completed."""
-        if self._computed is not None:
-            computed, self._computed = self._computed, None
-            self._account(*computed)
+        for chunks, logits in self._prompts.take_computed():
+            self._account(chunks, logits)
 
     def decode_step(self) -> None:
         """Hand on what the batch chose for its requests. An exception leaves it unusable: the engine is dead."""
         if not self._batch.sequences:
             return
         for sequence, token, logprobs, error in self._batch.step():
-            if sequence.finished:
+            if sequence.phase is Phase.FINISHED:
                 continue
             if error is not None:
                 self._report(sequence, error)
@@ -136,10 +118,10 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            rows = len(self._batch.sequences) + sum(s.stage is not Stage.PREFILL for s in self._prefilling)
+            rows = len(self._batch.sequences) + sum(s.stage is not Stage.PREFILL for s in self._prompts.sequences)
             if sequence.stage is not Stage.PREFILL and rows >= self._options.max_batch_size:
                 return
-            if _blocks((sequence, *self._prefilling, *self._batch.sequences)) > self.total_blocks:
+            if _blocks((sequence, *self._prompts.sequences, *self._batch.sequences)) > self.total_blocks:
                 return
             self._waiting.popleft()
             try:
@@ -147,7 +129,8 @@ class Scheduler:
                     self._attach(sequence)
                 else:
                     self._runner.prepare(sequence)
-                    self._prefilling.append(sequence)
+                    self._prompts.sequences.append(sequence)
+                    sequence.phase = Phase.PREFILLING
             except Exception as error:
                 self._fail(sequence, error)
 
@@ -157,38 +140,7 @@ class Scheduler:
         sequence.choice.begin((*sequence.prompt_ids, first), self._runner.vocabulary, self._runner.device)
         if sequence.choice.grammar is not None:
             sequence.choice.grammar.take(first)
-        self._batch.join(sequence)
-
-    def _next_chunks(self) -> list[Chunk]:
-        if not self._prefilling:
-            return []
-        budget = self._options.max_num_tokens
-        first = self._prefilling[0]
-        length = len(first.prompt_ids)
-        if self._options.chunked_prefill and (first.computed or length > budget):
-            return [Chunk(first, first.computed, _chunk_end(first, budget))]
-        chunks, width = [Chunk(first, 0, length)], length
-        for sequence in self._prefilling[1:_MAX_PREFILL_ROWS]:
-            length = len(sequence.prompt_ids)
-            width = max(width, length)
-            if sequence.computed or width * (len(chunks) + 1) > budget:
-                break
-            chunks.append(Chunk(sequence, 0, length))
-        return chunks
-
-    def _prefill_failed(self, chunks: list[Chunk], error: Exception) -> None:
-        """Fail the one request at fault: of several, each is tried alone."""
-        if len(chunks) == 1:
-            self._prefilling.remove(chunks[0].sequence)
-            self._fail(chunks[0].sequence, error)
-            return
-        for chunk in chunks:
-            try:
-                logits = self._runner.prefill([chunk])
-            except Exception as own:
-                self._prefill_failed([chunk], own)
-            else:
-                self._account([chunk], logits)
+        self._join(sequence)
 
     def _account(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
         self.prompt_tokens += sum(c.stop - c.start for c in chunks)
@@ -210,7 +162,7 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> bool:
         """The prompt is computed: get ready to choose tokens. False: that failed, and the request with it."""
-        self._prefilling.remove(sequence)
+        self._prompts.sequences.remove(sequence)
         try:
             sequence.choice.begin(sequence.prompt_ids, self._runner.vocabulary, self._runner.device)
         except Exception as error:
@@ -228,7 +180,7 @@ class Scheduler:
         if step.finish is not None:
             self._free(sequence)
             return
-        self._batch.join(sequence)
+        self._join(sequence)
 
     def _state(self, sequence: Sequence) -> EngineState:
         assert sequence.keys is not None
@@ -238,12 +190,16 @@ class Scheduler:
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> Sampled:
         return sample_apart(logits, [s.choice for s in sequences], [s.output for s in sequences])
 
+    def _join(self, sequence: Sequence) -> None:
+        self._batch.join(sequence)
+        sequence.phase = Phase.RUNNING
+
     def _leave(self, sequence: Sequence, spoilt: bool = False) -> None:
         self._batch.leave(sequence, spoilt)
         self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        sequence.finished = True
+        sequence.phase = Phase.FINISHED
         sequence.release()
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
@@ -277,12 +233,3 @@ def _blocks(sequences: Items[Sequence]) -> int:
     """KV cache blocks of `sequences`: the batch's rows, each as long as the longest, and those of prefill alone."""
     batch = [s.blocks for s in sequences if s.stage is not Stage.PREFILL]
     return len(batch) * max(batch, default=0) + sum(s.blocks for s in sequences if s.stage is Stage.PREFILL)
-
-
-def _chunk_end(sequence: Sequence, budget: int) -> int:
-    """Where the next chunk of at most `budget` tokens ends: never inside an image, whose tokens may see one another."""
-    end = min(sequence.computed + budget, len(sequence.prompt_ids))
-    for span in sequence.images:
-        if span.start < end < span.stop:
-            return span.start if span.start > sequence.computed else span.stop
-    return end

@@ -20,6 +20,15 @@ class Stage(Enum):
     DECODE = "decode"
 
 
+class Phase(Enum):
+    """How far a request is. The scheduler moves it on; `Sequence.take` ends it."""
+
+    WAITING = "for blocks of the KV cache"
+    PREFILLING = "its prompt is being computed"
+    RUNNING = "it has a row in the batch"
+    FINISHED = "its last step was given out, or nobody waits for one"
+
+
 @dataclass(frozen=True)
 class ImageSpan:
     """An image's place in the prompt: `token_ids[start:stop]`, of which `rows` stand for its rows of features."""
@@ -61,8 +70,9 @@ class Sequence:
     """[tokens], the image's number where its tokens see one another, else -1."""
     rope_delta: int = 0
     """What is added to a token's index to give its position after the prompt."""
+    phase: Phase = Phase.WAITING
     row: int = -1
-    finished: bool = False
+    """Its row of the batch while it is running."""
 
     def take(self, token: int, logprobs: StepLogprobs | None) -> Step:
         """Account for the next output token; `Step.finish` is set when it ended the request."""
@@ -74,7 +84,7 @@ class Sequence:
             elif token in self.stop_ids:
                 ended = "stop"
         if ended is not None:
-            self.finished = True
+            self.phase = Phase.FINISHED
             reason = token if ended == "stop" else None
             return Step((), None, ended, reason, Usage(len(self.prompt_ids), self.output))
         self.output += 1
@@ -83,7 +93,7 @@ class Sequence:
         entries = None if logprobs is None else (logprobs,)
         if self.output < self.max_new_tokens:
             return Step((token,), entries) if self.output > 1 else Step((token,), entries, usage=Usage(len(self.prompt_ids), 1))
-        self.finished = True
+        self.phase = Phase.FINISHED
         return Step((token,), entries, "length", None, Usage(len(self.prompt_ids), self.output))
 
     def release(self) -> None:
