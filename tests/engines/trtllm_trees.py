@@ -342,7 +342,10 @@ QWEN = """
 from ...inputs.registry import BaseMultimodalInputProcessor
 
 
-class Qwen2VLInputProcessorBase(BaseMultimodalInputProcessor): ...
+class Qwen2VLInputProcessorBase(BaseMultimodalInputProcessor):
+
+    def _preprocess(self, text, mm_data, mm_processor_kwargs):
+        return self.processor(text=[text], images=mm_data.get("image"), **mm_processor_kwargs)
 
 
 class Qwen2VLModelBase(PreTrainedModel):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm.demo.pictures import draw
+from dynamo.trtllm.multimodal.uuids import PREPARED_OTHERWISE, UNKNOWN
 from processes.cluster import Answer, Cluster
 from processes.media import PictureServer, picture_server, png
 from processes.topologies import TOPOLOGIES, Deployment, deploy
@@ -71,6 +72,7 @@ def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
     made += [ask(text(QUESTION), url(58), guided_json=schema), ask(text(QUESTION), url(59), guided_choice=captions)]
     made += [ask(text(QUESTION), url(60), guided_regex="I see [a-z ]{5,40}[.]", seed=1, **sampled)]
     made += [ask(text("what is the background?"), url(56), repetition_penalty=1.1)]
+    made += [ask(text(QUESTION), url(63), mm_processor_kwargs=each) for each in ({"max_pixels": 3136}, {"min_pixels": 78400})]
     made += [ask(text(QUESTION), url(57), stop_token_ids="first"), ask("hello", stop_token_ids="first")]
     return made
 
@@ -152,6 +154,27 @@ def check_stop_strings(cluster: Cluster, deployment: Deployment, content: list[A
     assert not [word for word in ("Traceback", "cancel", "WARN", "ERROR") if word in new], new
 
 
+def check_uuids(cluster: Cluster, server: PictureServer) -> None:
+    """A uuid alone stands for the content that came with it last, for its tenant, and fetches nothing."""
+
+    def ask(part: dict[str, Any], **options: Any) -> Answer:
+        return cluster.chat([{**part, "uuid": "mine"}, text(QUESTION)], max_tokens=32, **options)
+
+    alone, tenant = {"type": "image_url"}, {"cache_salt": "ours"}
+    server.hits.clear()
+    for seed in (95, 96):
+        sent = ask(picture(server.picture_url(seed)), **tenant)
+        again = ask(alone, **tenant, stream=True, stream_options={"include_usage": True})
+        assert (again.text, again.usage) == (sent.text, sent.usage)
+        assert sent.text == cluster.chat([picture(server.picture_url(seed)), text(QUESTION)], max_tokens=32).text
+        assert sent.usage["prompt_tokens"] > 20
+    assert server.hits == {"/picture/95.png": 2, "/picture/96.png": 2}
+    smaller = {**tenant, "mm_processor_kwargs": {"max_pixels": 3136}}
+    for other, words in (({}, UNKNOWN), ({"cache_salt": "theirs"}, UNKNOWN), (smaller, PREPARED_OTHERWISE)):
+        refused = ask(alone, **other)
+        assert (refused.status, refused.message) == (400, f"image 1: {words}")
+
+
 def anthropic(stop: str) -> dict[str, Any]:
     """The same question in Anthropic's words."""
     data = base64.b64encode(png(draw(EMBEDDED_SEED))).decode()
@@ -193,6 +216,7 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
             pictured = cluster.chat([picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32)
             embedded = cluster.chat([picture(embeddings), text(QUESTION)], max_tokens=32)
             assert embedded.text == pictured.text
+            check_uuids(cluster, server)
             check_stop_strings(cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)])
             for worker in deployment.workers.get("decode", []):
                 assert "dynamo_trtllm_media_cache_entries" not in worker.metrics()
@@ -201,7 +225,7 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
 
 def test_more_than_fifty_requests_are_asked(embeddings: str) -> None:
     with picture_server() as server:
-        assert len(requests(server, embeddings)) == 53
+        assert len(requests(server, embeddings)) == 55
 
 
 @pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name != "agg"])

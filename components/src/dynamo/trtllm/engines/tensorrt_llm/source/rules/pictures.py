@@ -136,6 +136,25 @@ def _attaches(tree: SourceTree) -> str | None:
     return (f"not {', '.join(wrong)}" if wrong else "as recorded") if known else None
 
 
+def _sizes(tree: SourceTree) -> str | None:
+    """Recorded models whose processors take the request's options, and whose input processor passes none on."""
+    found = {model.architecture: processor for model, processor in read_processors(tree) if processor is not None}
+    known = [name for name, facts in MODELS.items() if facts.sizes_images and name in found]
+    wrong = [
+        name
+        for name in known
+        if not any(_passes_options(node) for owner in tree.bases(found[name]) for node in ast.walk(owner.node))
+    ]
+    return (f"not {', '.join(wrong)}" if wrong else "as recorded") if known else None
+
+
+def _passes_options(node: ast.AST) -> bool:
+    """Whether `node` is a call of a processor with `**mm_processor_kwargs`."""
+    if not isinstance(node, ast.Call) or not dotted(node.func).endswith("processor"):
+        return False
+    return any(each.arg is None and dotted(each.value) == "mm_processor_kwargs" for each in node.keywords)
+
+
 def _splits(tree: SourceTree) -> str | None:
     """Recorded models whose pictures can be encoded apart, and whose class does not say so."""
     models = {m.architecture: m for m in read_models(tree)}
@@ -239,6 +258,18 @@ RULES = (
         look=_attaches,
         expected=in_all("as recorded"),
         source="S-l4, S-llava",
+    ),
+    Rule(
+        name="processor-options",
+        relies="the recorded models that size images call the model's own processor with the request's "
+        "mm_processor_kwargs",
+        file=MODEL_FILES,
+        seen="a call of a processor with **mm_processor_kwargs in the registered input processors",
+        breaks="min_pixels and max_pixels of a request change nothing",
+        accepted=("as recorded",),
+        look=_sizes,
+        expected=in_all("as recorded"),
+        source="S-qwen",
     ),
     Rule(
         name="split-models",
