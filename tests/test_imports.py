@@ -21,7 +21,7 @@ NAME = "dynamo.trtllm"
 NEED_TRANSFORMERS = {
     f"{NAME}.engines.transformers.{name}"
     for name in (
-        *("attention", "batch", "graphs", "encoder", "engine", "loading", "prompts", "runner", "scheduler"),
+        *("attention", "batch", "graphs", "encoder", "engine", "intake", "loading", "prompts", "runner", "scheduler"),
         *("verify", "worker"),
     )
 }

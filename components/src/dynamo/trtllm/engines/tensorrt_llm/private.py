@@ -121,9 +121,9 @@ def front_of_a_text(llm: Any) -> str:
     if tokenizer is None:
         return ""
     try:
-        given, plain = (list(tokenizer.encode("\n", add_special_tokens=special)) for special in (True, False))
-        starts = (n for n in range(len(given)) if given[n : n + len(plain)] == plain)
-        front = given[: next(starts, 0)] if plain else given
+        given, bare = (list(tokenizer.encode("\n", add_special_tokens=special)) for special in (True, False))
+        starts = (n for n in range(len(given)) if given[n : n + len(bare)] == bare)
+        front = given[: next(starts, 0)] if bare else given
         return str(tokenizer.decode(front, skip_special_tokens=False)) if front else ""
     except Exception as error:
         logger.info("The engine's tokenizer does not tell its first token: %s", error)

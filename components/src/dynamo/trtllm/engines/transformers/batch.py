@@ -1,6 +1,6 @@
 """The running requests: they join, a step gives each a token, they leave.
 
-What the scheduler asks of a batch, and the plain one; `graphs` has the other.
+What the scheduler asks of a batch, and the eager one, kernel after kernel; `graphs` has the other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EagerBatch:
     def __init__(self, runner: ModelRunner, max_rows: int) -> None:
         self.sequences: list[Sequence] = []
         self._runner = runner
-        self._all_plain = True
+        self._all_argmax = True
         self._tokens = torch.zeros(max_rows, 1, dtype=torch.long, device=runner.device)
         self._positions = torch.zeros(max_rows, 1, dtype=torch.long, device=runner.device)
 
@@ -62,7 +62,7 @@ class EagerBatch:
         self.sequences.append(sequence)
         self._tokens[row, 0] = sequence.last_token
         self._positions[row, 0] = position
-        self._all_plain = self._all_plain and sequence.choice.is_plain
+        self._all_argmax = self._all_argmax and sequence.choice.is_argmax
 
     def leave(self, sequence: Sequence, spoilt: bool = False) -> None:
         row, last = sequence.row, self.sequences[-1]
@@ -72,7 +72,7 @@ class EagerBatch:
         self.sequences[row], last.row = last, row
         self.sequences.pop()
         sequence.row = -1
-        self._all_plain = all(s.choice.is_plain for s in self.sequences)
+        self._all_argmax = all(s.choice.is_argmax for s in self.sequences)
 
     def step(self) -> list[Chosen]:
         running = list(self.sequences)
@@ -81,7 +81,7 @@ class EagerBatch:
         self._positions[:rows] += 1
         logprobs: list[StepLogprobs | None] | None = None
         failed: Mapping[int, Exception] = {}
-        if self._all_plain:
+        if self._all_argmax:
             tokens = logits.argmax(-1)
         else:
             tokens, logprobs, failed = sample_apart(logits, [s.choice for s in running], [s.output for s in running])

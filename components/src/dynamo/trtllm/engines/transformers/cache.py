@@ -66,13 +66,13 @@ class PromptCache:
         return self.filled
 
     def masks(self, queries: int, blocks: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Masks for the next `queries` tokens of every row, for full and for sliding layers; None where plain causal is right.
+        """Masks for the next `queries` tokens of every row, for full and for sliding layers; None where causal attention is all.
 
         `blocks` [rows, tokens] numbers the tokens that see one another in both directions (images of some models), -1 for none.
         """
         total, window = self.filled + queries, self.shape.window
-        plain = self.filled == 0 and blocks is None
-        if plain and (window is None or total <= window):
+        causal = self.filled == 0 and blocks is None
+        if causal and (window is None or total <= window):
             return None, None
         at = torch.arange(self.filled, total, device=self.shape.device)[:, None]
         of = torch.arange(total, device=self.shape.device)[None, :]
@@ -80,7 +80,7 @@ class PromptCache:
         if blocks is not None:
             mine = blocks[:, self.filled : total, None]
             mutual = (mine == blocks[:, None, :total]) & (mine >= 0)
-        full = None if plain else self._additive(of <= at, mutual)
+        full = None if causal else self._additive(of <= at, mutual)
         sliding = None if window is None else self._additive((of <= at) & (of > at - window), mutual)
         return full, sliding
 

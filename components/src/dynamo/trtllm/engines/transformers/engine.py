@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,27 +12,24 @@ import torch
 import transformers
 
 from dynamo.trtllm.config import EngineConfig
-from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, GuidedDecoding, MediaShape, PlacedMedia, Step, Usage
+from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, GuidedDecoding, MediaShape, Step, Usage
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.grammars import Grammars
 from dynamo.trtllm.engines.transformers.graphs import GraphBatch
+from dynamo.trtllm.engines.transformers.intake import Intake
 from dynamo.trtllm.engines.transformers.interleave import Interleave
 from dynamo.trtllm.engines.transformers.loading import LoadedModel, load_model, load_tokenizer
 from dynamo.trtllm.engines.transformers.options import EngineOptions, parse_options
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
-from dynamo.trtllm.engines.transformers.sampling import make_choice
 from dynamo.trtllm.engines.transformers.scheduler import Scheduler
-from dynamo.trtllm.engines.transformers.sequence import ImageSpan, Stage
 from dynamo.trtllm.engines.transformers.sequence import Sequence as EngineSequence
-from dynamo.trtllm.engines.transformers.state import unpack_state
+from dynamo.trtllm.engines.transformers.sequence import Stage
 from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
-from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, PartFault, require_room
+from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.model_files import resolve_model
-
-_MAX_SEED = 1 << 63
 
 
 class TransformersEngine(Engine):
@@ -44,6 +39,7 @@ class TransformersEngine(Engine):
         self._config = config
         self._options: EngineOptions = parse_options(config.args)
         self._loaded: LoadedModel | None = None
+        self._intake: Intake | None = None
         self._encoder: ImageEncoder | None = None
         self._worker: Worker | None = None
         self._context_length = 0
@@ -78,6 +74,7 @@ class TransformersEngine(Engine):
             interleave = Interleave(loaded.model)
             self._decoding = "cuda graphs"
         self._loaded = loaded
+        self._intake = Intake(loaded, self._options, self._context_length)
         return Scheduler(runner, batch, self._options, self._total_blocks, interleave), self._encoder
 
     def _info(self) -> EngineInfo:
@@ -114,10 +111,10 @@ class TransformersEngine(Engine):
         return {"image": image}
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
-        return self._stream(request, lambda: self._sequence(request, Stage.GENERATE))
+        return self._stream(request, lambda: self._require_intake().sequence(request, Stage.GENERATE))
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
-        sequence = self._sequence(request, Stage.PREFILL)
+        sequence = self._require_intake().sequence(request, Stage.PREFILL)
         worker = self._require_worker()
         await self._guide(sequence, request.sampling.guided)
         worker.submit(sequence)
@@ -130,21 +127,7 @@ class TransformersEngine(Engine):
 
     def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
         """See the port. `state` is read at the first step; release it when a step has come, or when the stream has ended."""
-        return self._stream(request, lambda: self._continued(request, first, state))
-
-    def _continued(self, request: EngineRequest, first: Step, state: EngineState) -> EngineSequence:
-        """The sequence of a request whose context stage ran elsewhere."""
-        if len(first.token_ids) != 1 or first.finish is not None:
-            raise EngineFault("the prefill worker handed over a request that has no token to continue")
-        loaded = self._require_loaded()
-        if not 0 <= first.token_ids[0] < loaded.vocabulary:
-            raise EngineFault("the prefill worker handed over a token that is not in the model's vocabulary")
-        sequence = self._sequence(request, Stage.DECODE)
-        keys, values, delta, seed = unpack_state(state, loaded.cache_shape, len(sequence.prompt_ids))
-        sequence.keys, sequence.values = keys, values
-        sequence.rope_delta, sequence.choice.seed = delta, seed
-        sequence.last_token, sequence.output = first.token_ids[0], 1
-        return sequence
+        return self._stream(request, lambda: self._require_intake().continued(request, first, state))
 
     def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
         width, height = shape.sizes
@@ -212,52 +195,10 @@ class TransformersEngine(Engine):
         sequence.choice.grammar = await compiled
         sequence.eos_ids |= sequence.choice.grammar.ends  # where a grammar is complete nothing else may come
 
-    def _sequence(self, request: EngineRequest, stage: Stage) -> EngineSequence:
-        """Check `request` against the model and its limits. Raises `ClientFault`."""
-        loaded, sampling, prompt = self._require_loaded(), request.sampling, request.prompt
-        length = len(prompt.token_ids)
-        if not length:
-            raise ClientFault("the prompt is empty")
-        require_room(length, self._context_length)
-        if self._options.max_input_len is not None and length > self._options.max_input_len:
-            raise LimitFault(f"the prompt has {length} tokens; at most {self._options.max_input_len} are taken")
-        images = tuple(map(self._span, itertools.repeat(prompt.token_ids), prompt.media, prompt.positions()))
-        for position, (before, after) in zip(prompt.positions()[1:], itertools.pairwise(images), strict=True):
-            if before.stop >= after.start:
-                raise PartFault(position, "there must be at least one token between two images", kind=after.item.kind)
-        _require_known_ids(prompt.token_ids, images if stage is not Stage.DECODE else None, loaded)
-        room = self._context_length - length
-        longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-        eos = frozenset() if sampling.ignore_eos else sampling.eos_token_ids or loaded.eos_token_ids
-        seed = secrets.randbelow(_MAX_SEED) if sampling.seed is None else sampling.seed
-        held = length if stage is Stage.PREFILL else length + longest
-        return EngineSequence(
-            stage=stage,
-            prompt_ids=tuple(prompt.token_ids),
-            images=images,
-            choice=make_choice(sampling, seed, eos, loaded.logits),
-            max_new_tokens=longest,
-            stop_ids=sampling.stop_token_ids,
-            eos_ids=eos,
-            blocks=-(-held // self._options.tokens_per_block),
-            sink=Sink(),
-        )
-
-    def _span(self, token_ids: Sequence[int], media: PlacedMedia, position: int) -> ImageSpan:
-        """One image at its place, with as many rows of features as the prompt has image tokens there."""
-        loaded, item = self._require_loaded(), media.item
-        if loaded.image is None:
-            raise ClientFault("this worker takes no images")
-        if not isinstance(item, EncodedMedia):
-            raise EngineFault("the portable engine takes images only through its encode stage")
-        placed = token_ids[media.start : media.start + media.length].count(loaded.image.feature)
-        names = ["features", *(f"features.{level}" for level in range(1, loaded.levels + 1))]
-        for name in names:
-            tensor = item.tensors.get(name)
-            if tensor is None or tuple(tensor.shape) != (placed, loaded.hidden_size):
-                wanted = f"{placed} x {loaded.hidden_size}"
-                raise PartFault(position, f"its embeddings are not the {wanted} that the prompt needs", kind=item.kind)
-        return ImageSpan(item, media.start, media.start + media.length)
+    def _require_intake(self) -> Intake:
+        if self._intake is None:
+            raise EngineDead("the engine has not been started")
+        return self._intake
 
     def _require_loaded(self) -> LoadedModel:
         if self._loaded is None:
@@ -274,15 +215,3 @@ class TransformersEngine(Engine):
         if self._encoder is None:
             raise ClientFault("this worker takes no images")
         return self._encoder
-
-
-def _require_known_ids(token_ids: Sequence[int], images: tuple[ImageSpan, ...] | None, loaded: LoadedModel) -> None:
-    """Ids must lie in the embedding table, but for image tokens that stand for features. `images` is None in the decode stage."""
-    if min(token_ids) >= 0 and max(token_ids) < loaded.vocabulary:
-        return
-    feature = loaded.image.feature if loaded.image else None
-    unknown = [i for i in token_ids if i != feature and not 0 <= i < loaded.vocabulary]
-    if unknown:
-        raise ClientFault(f"token id {unknown[0]} is not in the model's vocabulary of {loaded.vocabulary}")
-    if images is not None and token_ids.count(feature) != sum(s.item.tensors["features"].shape[0] for s in images):
-        raise ClientFault("the prompt holds image tokens that belong to no image")

@@ -27,7 +27,7 @@ def fuse(text_model: torch.nn.Module) -> int:
             if _can_be_one(parts):
                 _Product([part for part in parts if isinstance(part, torch.nn.Linear)])
                 changed += len(parts)
-        if _is_plain_norm(module):
+        if _is_rms_norm(module):
             module.forward = _Norm(module)
             changed += 1
     return changed
@@ -92,7 +92,7 @@ class _Norm:
         return F.rms_norm(hidden_states, self._weight.shape, self._weight, self._epsilon)
 
 
-def _is_plain_norm(module: Any) -> bool:
+def _is_rms_norm(module: Any) -> bool:
     """An RMS norm that scales by its weight and nothing else: found out by computing one."""
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
         return False

@@ -60,7 +60,7 @@ class Choice:
         return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
 
     @property
-    def is_plain(self) -> bool:
+    def is_argmax(self) -> bool:
         """The most likely token and nothing else."""
         chance = self.temperature != 0.0 or self.has_penalties
         return not chance and self.logprobs is None and not self.banned and self.grammar is None

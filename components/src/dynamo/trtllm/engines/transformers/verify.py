@@ -1,4 +1,4 @@
-"""A check at start: the engine's own way through the model must agree with the model's plain forward.
+"""A check at start: the engine's own way through the model must agree with the model's own forward.
 
 It computes two prompts of different length in one context batch, then a step of both in one decode batch,
 and compares the logits with those of one forward over each whole text. A model whose forward the engine
@@ -64,7 +64,7 @@ def _largest_difference(loaded: LoadedModel) -> float:
 
 
 def decodes_in_graphs(loaded: LoadedModel, options: EngineOptions) -> bool:
-    """Whether this model decodes as CUDA graphs: if that was asked for and does what plain decoding does."""
+    """Whether this model decodes as CUDA graphs: if that was asked for and does what eager decoding does."""
     if loaded.device.type != "cuda" or not options.cuda_graphs:
         return False
     try:
@@ -84,7 +84,7 @@ def decodes_in_graphs(loaded: LoadedModel, options: EngineOptions) -> bool:
 
 
 def graphs_are_right(loaded: LoadedModel) -> bool:
-    """A step over the static cache gives a plain step's logits, recorded steps unrecorded ones' tokens."""
+    """A step over the static cache gives an eager step's logits, recorded steps unrecorded ones' tokens."""
     runner = ModelRunner(loaded, 2)
     sequences = _prompts(loaded)
     runner.prefill([Chunk(s, 0, len(s.prompt_ids)) for s in sequences])
@@ -92,8 +92,8 @@ def graphs_are_right(loaded: LoadedModel) -> bool:
     cache = StaticCache(loaded.cache_shape, 2, 1024, lengths)
     tokens, positions = _decoded(loaded, cache, sequences)
     static = runner.next_logits(tokens, positions, cache.masks(), cache).float()
-    plain = runner.decode(*_decoded(loaded, runner.batch, sequences)).float()
-    difference = (static - plain).abs().max() / plain.abs().max().clamp_min(1e-6)
+    eager = runner.decode(*_decoded(loaded, runner.batch, sequences)).float()
+    difference = (static - eager).abs().max() / eager.abs().max().clamp_min(1e-6)
     if not float(difference) <= _TOLERANCE.get(loaded.dtype, 1e-1):
         return False
     return _greedy(loaded, runner, records=True) == _greedy(loaded, runner, records=False)

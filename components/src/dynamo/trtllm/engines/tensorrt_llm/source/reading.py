@@ -138,7 +138,7 @@ def as_json(reading: Reading) -> dict[str, Any]:
         "note": reading.note,
         "unreadable": dict(reading.facts.unreadable),
         "groups": {
-            group: {n: _plain(v) for n, v in names.items()} for group, names in reading.facts.groups.items()
+            group: {n: _as_json(v) for n, v in names.items()} for group, names in reading.facts.groups.items()
         },
         "choices": {name: list(values) for name, values in reading.facts.choices.items()},
         "models": [_model(model) for model in reading.facts.models],
@@ -148,8 +148,8 @@ def as_json(reading: Reading) -> dict[str, Any]:
                 "group": d.group,
                 "name": d.name,
                 "kind": d.kind,
-                "found": _plain(d.found),
-                "recorded": _plain(d.recorded),
+                "found": _as_json(d.found),
+                "recorded": _as_json(d.recorded),
             }
             for d in reading.differences
         ],
@@ -183,9 +183,9 @@ def _rule(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple, set)) else repr(value)
+        return {str(key): _as_json(inner) for key, inner in value.items()}
+    return [_as_json(inner) for inner in value] if isinstance(value, (list, tuple, set)) else repr(value)

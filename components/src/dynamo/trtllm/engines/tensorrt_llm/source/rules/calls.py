@@ -53,10 +53,10 @@ def _constructor(tree: SourceTree) -> str | None:
 
 def _request(tree: SourceTree) -> str | None:
     method = _method(tree, "generate_async")
-    return _plain_with(_OPTIONS, method) if method is not None else None
+    return _function_with(_OPTIONS, method) if method is not None else None
 
 
-def _plain_with(wanted: Collection[str], method: Found) -> str | None:
+def _function_with(wanted: Collection[str], method: Found) -> str | None:
     """The form of a function that must be no coroutine and take `wanted`; None where its parameters say
     nothing."""
     found = parameters(method)
@@ -69,7 +69,7 @@ def _preprocess(tree: SourceTree) -> str | None:
     if tree.find("LLM", LLM_FILE) is None:
         return None
     method = _method(tree, "preprocess")
-    return "none" if method is None else _plain_with(_PREPARED, method)
+    return "none" if method is None else _function_with(_PREPARED, method)
 
 
 def _sampling(tree: SourceTree) -> str | None:
