@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from dynamo.trtllm.errors import Overloaded, StartupError, TransferDead, WorkerError
+from dynamo.trtllm.errors import Overloaded, PeerTimeout, StartupError, TransferDead, WorkerError
 from dynamo.trtllm.transfer import nixl_thread
 from dynamo.trtllm.transfer.pooled import PooledTransfer
 from transfer.faulty_nixl import CALLS, Library, Once, erring, hanging, raising
@@ -142,6 +142,22 @@ async def test_memory_of_a_read_that_cannot_be_stopped_is_never_used_again_and_i
     library.hold = False
     assert await fetched(reader, sender, 2)
     assert reader.stats().pool_used_bytes == kept
+
+
+@pytest.mark.asyncio
+async def test_a_transfer_that_has_lost_most_of_its_memory_says_so(library: Library, start: Start) -> None:
+    sender, reader = await start(), await start()
+    library.hold = True
+    library.fault("release_xfer_handle", raising)
+    half = {"x": torch.zeros(POOL_BYTES // 2 - 1000, dtype=torch.uint8)}
+    for lost in (1, 2):
+        assert not dead(reader)
+        offer = await sender.offer(half if lost == 1 else {"x": torch.zeros(3000)}, DEADLINE_S)
+        with pytest.raises(PeerTimeout):
+            await reader.fetch(offer.descriptor, SHORT_S)
+        await until(lambda lost=lost: reader.stats().lost_reads == lost)
+    assert dead(reader)
+    assert not dead(sender)
 
 
 @pytest.mark.asyncio

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
+from dynamo.trtllm.errors import TransferDead
 from dynamo.trtllm.transfer.descriptor import PeerIdentity, TransferDescriptor
 from dynamo.trtllm.transfer.memory import Memory
 from dynamo.trtllm.transfer.port import Offer, Received, Transfer, TransferStats
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
+MOST_LOST = 0.5
+"""Share of the memory that may be lost to reads which could not be stopped; beyond it a new process serves better."""
 _COUNTED = ("offers", "offered_bytes", "fetches", "fetched_bytes", "acknowledged", "expired", "failures", "retries")
 
 
@@ -123,6 +126,8 @@ class PooledTransfer(Transfer):
 
     def check_health(self) -> None:
         self.transport.check_health()
+        if self._reader is not None and self._reader.lost_bytes > self._memory.sizes()[0] * MOST_LOST:
+            raise TransferDead("reads that could not be stopped hold most of the transfer memory")
 
     def sweep(self) -> float | None:
         """What the housekeeping does by itself, at once. Returns the seconds until something is due, None without it."""

@@ -12,7 +12,8 @@ Contract, held by one test suite for every adapter (`tests/transfer/test_contrac
   a reader may still be reading (released or expired, not acknowledged) is kept aside for another half of the time to live
   before it is used again.
 * Cancelling `offer` or `fetch` leaks nothing. A peer that dies costs at most a retry, never memory or a hang.
-* Memory of a read that could be given up but not stopped is never used again, and is counted (`lost_reads`).
+* Memory of a read that could be given up but not stopped is never used again, and is counted (`lost_reads`). When most of it
+  is lost so, `check_health` says that a new process serves better.
 * A full pool lets callers wait, first come first served. An object larger than the pool gets memory of its own, freed
   afterwards.
 

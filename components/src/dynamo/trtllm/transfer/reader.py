@@ -53,6 +53,11 @@ class Reader:
         """Reads that could not be stopped; their memory is kept out of use."""
         return len(self._lost)
 
+    @property
+    def lost_bytes(self) -> int:
+        """Bytes of the targets of lost reads."""
+        return sum(segment.nbytes for segment in self._lost)
+
     async def fetch(self, descriptor: TransferDescriptor, deadline_s: float, *, copy: bool, device: str | None) -> Received:
         """Read an offer and acknowledge it; see `Transfer.fetch`."""
         if descriptor.transport != self._transport.name:
