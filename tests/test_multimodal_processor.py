@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.core import Context, DecodedImage, EncodedMedia, MediaItem, PlacedMedia, Prompt, TokenBudget
 from dynamo.trtllm.engines.double import DoubleEngine
@@ -35,7 +36,7 @@ class Source:
         return self.items
 
     def stats(self) -> Mapping[str, float]:
-        return {"loads": len(self.asked)}
+        return {metrics.MEDIA_CACHE_MISSES: len(self.asked)}
 
     async def close(self) -> None:
         self.closed = True
@@ -182,7 +183,7 @@ async def test_pictures_and_embedding_files_are_placed_where_they_were_sent(tmp_
     assert prompt.token_ids == (1, *[PLACEHOLDER] * IMAGE_TOKENS, 2, *[PLACEHOLDER] * (2 + IMAGE_TOKENS), 3)
     assert [(each.start, each.length) for each in prompt.media] == [(1, 4), (6, 2), (8, 4)]
     assert len({each.item.digest for each in prompt.media}) == 3
-    assert processor.stats()["cache_entries"] == 3
+    assert processor.stats()[metrics.MEDIA_CACHE_ENTRIES] == 3
     await processor.close()
 
 
@@ -190,7 +191,7 @@ async def test_pictures_and_embedding_files_are_placed_where_they_were_sent(tmp_
 async def test_closing_the_processor_closes_its_source() -> None:
     source = Source()
     processor = MultimodalProcessor(info(), source)
-    assert processor.stats() == {"loads": 0}
+    assert processor.stats() == {metrics.MEDIA_CACHE_MISSES: 0}
     await processor.close()
     assert source.closed
 

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.core import DecodedImage, MediaShape
 from dynamo.trtllm.engines.factory import create_engine
@@ -165,10 +166,10 @@ async def test_closing_a_stream_frees_its_slot_and_leaves_others_alone(subject: 
             break
     assert len((await other).token_ids) == 200
     for _ in range(1000):
-        if subject.engine.stats()["active_requests"] == 0:
+        if subject.engine.stats()[metrics.ENGINE_ACTIVE] == 0:
             break
         await asyncio.sleep(0.01)
-    assert subject.engine.stats()["active_requests"] == 0
+    assert subject.engine.stats()[metrics.ENGINE_ACTIVE] == 0
 
 
 @pytest.mark.asyncio
@@ -199,7 +200,7 @@ async def test_a_request_cancelled_in_prefill_leaves_nothing_behind(subject: Sub
         await task
     after = await split(subject.engine, request(subject.text_ids, max_tokens=5, ignore_eos=True))
     assert len(after.token_ids) == 5
-    assert subject.engine.stats()["active_requests"] == 0
+    assert subject.engine.stats()[metrics.ENGINE_ACTIVE] == 0
 
 
 @pytest.mark.asyncio

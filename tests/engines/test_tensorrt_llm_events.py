@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import Role
 from dynamo.trtllm.engines.tensorrt_llm import events
 from engines.contract import generate
@@ -125,16 +126,31 @@ def test_blocks_are_told_with_their_salt_and_mixed_ones_not_at_all() -> None:
     assert publisher.salts == ["a", None]
 
 
-def test_the_engines_gauges_are_the_sum_of_its_ranks() -> None:
+def test_counts_of_attention_dp_ranks_are_added_and_what_dynamo_shows_by_rank_stays_apart() -> None:
     gauges = events.Gauges()
-    for rank, active, latency in ((0, 3, 2.0), (1, 4, 4.0), (0, 5, 2.0)):
-        gauges.take({"attentionDpRank": rank, "numActiveRequests": active, "iterLatencyMS": latency})
-    assert gauges.all() == {"active_requests": 9.0, "iteration_latency_ms": 3.0}
+    for rank, active, latency, used in ((0, 3, 2.0, 1), (1, 4, 4.0, 6), (0, 5, 2.0, 2)):
+        blocks = {"usedNumBlocks": used, "maxNumBlocks": 8, "cacheHitRate": rank / 2}
+        gauges.take(
+            {"attentionDpRank": rank, "numActiveRequests": active, "iterLatencyMS": latency, "kvCacheStats": blocks}
+        )
+    assert gauges.readings() == {
+        metrics.ENGINE_ACTIVE: 9.0,
+        metrics.ENGINE_ITERATION: 0.004,
+        metrics.ENGINE_USED_BLOCKS: 8.0,
+        metrics.TOTAL_BLOCKS.of("0"): 8.0,
+        metrics.TOTAL_BLOCKS.of("1"): 8.0,
+        metrics.CACHE_USAGE.of("0"): 0.25,
+        metrics.CACHE_USAGE.of("1"): 0.75,
+        metrics.CACHE_HIT_RATE.of("0"): 0.0,
+        metrics.CACHE_HIT_RATE.of("1"): 0.5,
+    }
 
 
 def test_gauges_are_what_the_release_reports() -> None:
-    stats = {"numActiveRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}, "iterLatencyMS": "n/a"}
-    assert events.gauges_of(stats) == {"active_requests": 3.0, "used_kv_blocks": 5.0, "total_kv_blocks": 9.0}
+    gauges = events.Gauges()
+    gauges.take({"numActiveRequests": 3, "kvCacheStats": {"maxNumBlocks": 9}, "iterLatencyMS": "n/a"})
+    assert gauges.readings() == {metrics.ENGINE_ACTIVE: 3.0, metrics.TOTAL_BLOCKS.of("0"): 9.0}
+    assert events.Gauges().readings() == {}
 
 
 @pytest.mark.asyncio
@@ -212,10 +228,10 @@ async def test_statistics_become_gauges(release: str, tmp_path: Path) -> None:
     async with started(config) as (engine, _):
         await generate(engine, ask(tuple(range(300, 350)) * 2, max_tokens=2))
         for _ in range(500):
-            if "total_kv_blocks" in engine.stats():
+            if metrics.TOTAL_BLOCKS.of("0") in engine.stats():
                 break
             await asyncio.sleep(0.01)
-        assert (engine.stats()["total_kv_blocks"], engine.stats()["used_kv_blocks"]) == (128, 3)
+        assert (engine.stats()[metrics.TOTAL_BLOCKS.of("0")], engine.stats()[metrics.ENGINE_USED_BLOCKS]) == (128, 3)
 
 
 @pytest.mark.asyncio

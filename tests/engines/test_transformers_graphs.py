@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.core import DecodedImage
 from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.engines.transformers.batch import Chosen
@@ -114,8 +115,8 @@ async def test_requests_that_join_and_leave_at_any_time_get_the_tokens_that_they
 
     outputs = await asyncio.gather(*(after(37 * i, each) for i, each in enumerate(asked)))
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
-    assert static.stats()["generated_tokens_total"] == sum(len(o.token_ids) for o in outputs)
-    assert static.stats()["used_kv_blocks"] == 0
+    assert static.stats()[metrics.ENGINE_OUTPUT_TOKENS] == sum(len(o.token_ids) for o in outputs)
+    assert static.stats()[metrics.ENGINE_USED_BLOCKS] == 0
 
 
 @pytest.mark.asyncio
@@ -135,7 +136,7 @@ async def test_a_request_that_ends_gives_no_token_of_the_step_that_was_under_way
     for output in (await generate(engine, asked), await split(engine, asked)):
         assert output.token_ids == free.token_ids[: free.token_ids.index(stop, 4)]
         assert (output.finish, output.stop_reason) == ("stop", stop)
-    assert engine.stats()["active_requests"] == 0
+    assert engine.stats()[metrics.ENGINE_ACTIVE] == 0
 
 
 @pytest.mark.asyncio
@@ -167,7 +168,7 @@ async def test_logits_that_are_not_finite_fail_their_request_and_no_other(start:
     outputs = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
     assert isinstance(outputs[1], EngineFault)
     assert [o.token_ids for o in outputs if isinstance(o, Output)] == [alone[0].token_ids, alone[2].token_ids]
-    assert engine.stats()["active_requests"] == 0
+    assert engine.stats()[metrics.ENGINE_ACTIVE] == 0
 
 
 @pytest.mark.asyncio

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.core import DecodedImage, EncodedMedia, MediaShape, PlacedMedia, Prompt, Sampling, Step
 from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
@@ -58,7 +59,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _idle(engine: TransformersEngine) -> bool:
     stats = engine.stats()
-    return not (stats["active_requests"] or stats["waiting_requests"] or stats["used_kv_blocks"])
+    return not (stats[metrics.ENGINE_ACTIVE] or stats[metrics.ENGINE_QUEUED] or stats[metrics.ENGINE_USED_BLOCKS])
 
 
 @pytest.mark.asyncio
@@ -67,7 +68,7 @@ async def test_a_closed_stream_frees_slot_and_blocks_at_the_next_step(start: Sta
     async with aclosing(engine.generate(request(IDS, ignore_eos=True))) as steps:
         async for _ in steps:
             break
-        assert engine.stats()["used_kv_blocks"] == 64  # 2,048 tokens, the whole context
+        assert engine.stats()[metrics.ENGINE_USED_BLOCKS] == 64  # 2,048 tokens, the whole context
     await _until(lambda: _idle(engine))
 
 
@@ -96,20 +97,20 @@ async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start, m
     alone = [await generate(free, each) for each in asked]
     engine = await start(kv_cache_config={"max_tokens": 64, "tokens_per_block": 16})
     gate = Gate(monkeypatch)
-    assert engine.stats()["total_kv_blocks"] == 4
+    assert engine.stats()[metrics.TOTAL_BLOCKS.of("0")] == 4
     order: list[str] = []
 
     async def run(each: EngineRequest) -> Output:
         output = await generate(engine, each)
         order.append(each.request_id)
-        assert engine.stats()["used_kv_blocks"] <= 4
+        assert engine.stats()[metrics.ENGINE_USED_BLOCKS] <= 4
         return output
 
     tasks = [asyncio.create_task(run(each)) for each in asked]
-    await _until(lambda: engine.stats()["active_requests"] == 1)
+    await _until(lambda: engine.stats()[metrics.ENGINE_ACTIVE] == 1)
     gate.open(1)
-    await _until(lambda: engine.stats()["waiting_requests"] == 3)
-    assert engine.stats()["used_kv_blocks"] == 3
+    await _until(lambda: engine.stats()[metrics.ENGINE_QUEUED] == 3)
+    assert engine.stats()[metrics.ENGINE_USED_BLOCKS] == 3
     gate.open()
     outputs = await asyncio.gather(*tasks)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
@@ -124,8 +125,8 @@ async def test_the_padding_of_short_rows_beside_a_long_one_counts_as_used(start:
     lengths = (36, 4, 4)
     tasks = [asyncio.create_task(generate(engine, request(IDS, max_tokens=n, ignore_eos=True))) for n in lengths]
     gate.open(1)
-    await _until(lambda: engine.stats()["waiting_requests"] == 1)
-    assert engine.stats()["used_kv_blocks"] == 6
+    await _until(lambda: engine.stats()[metrics.ENGINE_QUEUED] == 1)
+    assert engine.stats()[metrics.ENGINE_USED_BLOCKS] == 6
     gate.open()
     assert [len((await task).token_ids) for task in tasks] == list(lengths)
     assert _idle(engine)
@@ -137,10 +138,10 @@ async def test_a_request_that_waits_can_be_cancelled(start: Start) -> None:
     async with aclosing(engine.generate(request(IDS, ignore_eos=True))) as steps:
         await anext(steps)
         waiting = asyncio.create_task(generate(engine, request(IDS, max_tokens=2)))
-        await _until(lambda: engine.stats()["waiting_requests"] == 1)
+        await _until(lambda: engine.stats()[metrics.ENGINE_QUEUED] == 1)
         waiting.cancel()
-        await _until(lambda: engine.stats()["waiting_requests"] == 0)
-        assert engine.stats()["active_requests"] == 1
+        await _until(lambda: engine.stats()[metrics.ENGINE_QUEUED] == 0)
+        assert engine.stats()[metrics.ENGINE_ACTIVE] == 1
     await _until(lambda: _idle(engine))
 
 
@@ -446,7 +447,7 @@ async def test_an_error_that_the_device_survives_fails_its_request_alone(
 async def test_closing_ends_running_requests(start: Start) -> None:
     engine = await start()
     running = asyncio.create_task(generate(engine, request(IDS, ignore_eos=True)))
-    await _until(lambda: engine.stats()["active_requests"] == 1)
+    await _until(lambda: engine.stats()[metrics.ENGINE_ACTIVE] == 1)
     await engine.close()
     with pytest.raises(ShuttingDown):
         await running
@@ -503,7 +504,7 @@ async def test_an_image_of_impossible_shape_is_the_clients_fault_and_others_go_o
     results = await asyncio.gather(engine.encode([DecodedImage("bad", bad)]), engine.encode([good]), return_exceptions=True)
     assert isinstance(results[0], ClientFault)
     assert isinstance(results[1], list)
-    assert engine.stats()["encoded_images_total"] == 1
+    assert engine.stats()[metrics.ENGINE_ENCODED_IMAGES] == 1
     assert engine.media_tokens(MediaShape("image", (4000, 4)), {}) is None
 
 
@@ -516,5 +517,5 @@ async def test_counters_add_up(start: Start) -> None:
     )
     assert prefilled.state is not None
     stats = engine.stats()
-    assert stats["prompt_tokens_total"] == 4 * len(IDS)
-    assert stats["generated_tokens_total"] == 3 * 7 + 1
+    assert stats[metrics.ENGINE_PROMPT_TOKENS] == 4 * len(IDS)
+    assert stats[metrics.ENGINE_OUTPUT_TOKENS] == 3 * 7 + 1

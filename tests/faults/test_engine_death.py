@@ -50,7 +50,7 @@ class Mortal:
         self._file.touch()
 
     def has(self, requests: int) -> bool:
-        return self.process.metrics()["dynamo_trtllm_requests_in_flight"] == requests
+        return self.process.metrics()["dynamo_trtllm_inflight_requests"] == requests
 
 
 def text(number: int) -> list[dict[str, Any]]:

@@ -69,14 +69,14 @@ def resident_mb(worker: Managed) -> float:
 
 
 HELD = (
-    "dynamo_trtllm_requests_in_flight",
+    "dynamo_trtllm_inflight_requests",
     "dynamo_trtllm_engine_active_requests",
     "dynamo_trtllm_engine_waiting_requests",
     "dynamo_trtllm_engine_used_kv_blocks",
-    "dynamo_trtllm_media_transfer_open_offers",
-    "dynamo_trtllm_media_transfer_reads_in_flight",
-    "dynamo_trtllm_media_transfer_quarantined_segments",
-    "dynamo_trtllm_media_transfer_pool_used_bytes",
+    "dynamo_trtllm_transfer_open_offers",
+    "dynamo_trtllm_transfer_reads_in_flight",
+    "dynamo_trtllm_transfer_quarantined_segments",
+    "dynamo_trtllm_transfer_pool_used_bytes",
 )
 
 

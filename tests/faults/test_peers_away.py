@@ -110,7 +110,7 @@ def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, se
     assert answer.status == 504
     # The frontend sends it again, and the worker does not wait again.
     assert agg.text().count("failed: the encode worker did not answer within 3 s") == 1
-    wait_until(lambda: encode.metrics()["dynamo_trtllm_requests_in_flight"] == 0, "the encoder's letting go")
+    wait_until(lambda: encode.metrics()["dynamo_trtllm_inflight_requests"] == 0, "the encoder's letting go")
 
 
 @pytest.mark.parametrize("roles", [("agg",), ("encode", "prefill", "decode")])
@@ -142,7 +142,7 @@ def test_sigterm_lets_prefill_wait_for_the_hand_over_in_flight(cluster: Cluster)
     with ThreadPoolExecutor(1) as pool:
         decode.signal(signal.SIGSTOP)
         pending = pool.submit(cluster.chat, "hi there", max_tokens=6, ignore_eos=True)
-        wait_until(lambda: prefill.metrics()["dynamo_trtllm_media_transfer_open_offers"] == 1, "the hand-off")
+        wait_until(lambda: prefill.metrics()["dynamo_trtllm_transfer_open_offers"] == 1, "the hand-off")
         prefill.signal(signal.SIGTERM)
         wait_until(lambda: "Draining" in prefill.text(), "the drain")
         assert prefill.alive()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import Role
 from dynamo.trtllm.core import Prompt, Sampling
 from dynamo.trtllm.engines.port import EngineRequest, EngineState
@@ -84,7 +85,7 @@ async def test_leaving_a_stream_frees_the_engine_for_others(engine: Any) -> None
         async for _ in steps:
             break
     await asyncio.wait_for(generate(engine, ask(max_tokens=8, ignore_eos=True)), 60)
-    assert engine.stats()["active_requests"] == 0
+    assert engine.stats()[metrics.ENGINE_ACTIVE] == 0
 
 
 async def test_a_bad_request_is_refused_and_the_engine_serves_on(engine: Any) -> None:

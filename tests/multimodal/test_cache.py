@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.errors import EngineFault
 from dynamo.trtllm.multimodal.cache import ContentCache
 
@@ -38,12 +40,24 @@ def cache_of(capacity_bytes: int) -> ContentCache[str]:
     return ContentCache(capacity_bytes, len)
 
 
+def counts(cache: ContentCache[Any]) -> dict[str, float]:
+    """The cache's metrics under the last words of their names."""
+    words = {
+        "hits": metrics.MEDIA_CACHE_HITS,
+        "misses": metrics.MEDIA_CACHE_MISSES,
+        "evictions": metrics.MEDIA_CACHE_EVICTIONS,
+        "bytes": metrics.MEDIA_CACHE_BYTES,
+        "entries": metrics.MEDIA_CACHE_ENTRIES,
+    }
+    return {word: cache.stats()[metric] for word, metric in words.items()}
+
+
 @pytest.mark.asyncio
 async def test_a_value_is_computed_once_and_then_served_from_the_cache() -> None:
     cache, work = cache_of(10), Work("abc")
     assert [await cache.get_or_compute("k", work) for _ in range(3)] == ["abc"] * 3
     assert work.begun == 1
-    assert cache.stats() == {"hits": 2, "misses": 1, "evictions": 0, "bytes": 3, "entries": 1}
+    assert counts(cache) == {"hits": 2, "misses": 1, "evictions": 0, "bytes": 3, "entries": 1}
 
 
 @pytest.mark.asyncio
@@ -51,7 +65,7 @@ async def test_the_least_recently_used_leave_first_and_the_bytes_stay_within_the
     cache = cache_of(6)
     for key in ("a", "b", "a", "c"):
         await cache.get_or_compute(key, Work(key * 3))
-    assert cache.stats() == {"hits": 1, "misses": 3, "evictions": 1, "bytes": 6, "entries": 2}
+    assert counts(cache) == {"hits": 1, "misses": 3, "evictions": 1, "bytes": 6, "entries": 2}
     again = {key: Work(key * 3) for key in ("a", "c", "b")}
     for key, work in again.items():
         await cache.get_or_compute(key, work)
@@ -63,8 +77,8 @@ async def test_a_value_larger_than_the_cache_is_served_but_evicts_nothing() -> N
     cache = cache_of(4)
     await cache.get_or_compute("small", Work("abc"))
     assert await cache.get_or_compute("large", Work("abcde")) == "abcde"
-    assert cache.stats()["entries"] == 1
-    assert cache.stats()["evictions"] == 0
+    assert cache.stats()[metrics.MEDIA_CACHE_ENTRIES] == 1
+    assert cache.stats()[metrics.MEDIA_CACHE_EVICTIONS] == 0
 
 
 @pytest.mark.asyncio
@@ -76,7 +90,7 @@ async def test_all_who_ask_at_once_share_one_computation(capacity: int) -> None:
     work.release.set()
     assert await asyncio.gather(*callers) == ["v"] * 50
     assert work.begun == 1
-    assert (cache.stats()["misses"], cache.stats()["hits"]) == (1, 49)
+    assert (cache.stats()[metrics.MEDIA_CACHE_MISSES], cache.stats()[metrics.MEDIA_CACHE_HITS]) == (1, 49)
 
 
 @pytest.mark.asyncio

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedImage
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
@@ -172,7 +173,7 @@ async def slow_loader(directory: Path) -> MediaLoader:
 async def test_others_pictures_are_decoded_while_many_slow_ones_are_under_way(tmp_path: Path) -> None:
     loader = await slow_loader(tmp_path)
     slow = [load(loader, tmp_path, shade) for shade in range(8)]
-    await eventually(lambda: loader.stats()["decoding_large"] > 0)
+    await eventually(lambda: loader.stats()[metrics.MEDIA_DECODING.of("large")] > 0)
     for shade in range(100, 110):
         (item,) = await loader.load(parts(png_url(shade)), ROOMY)
         assert isinstance(item, DecodedImage)
@@ -194,7 +195,7 @@ async def test_a_client_that_leaves_ends_the_decoding_of_its_picture(tmp_path: P
     for task in leaving:
         task.cancel()
     await asyncio.gather(*leaving, return_exceptions=True)
-    await eventually(lambda: loader.stats()["decoding_large"] == 0)
+    await eventually(lambda: loader.stats()[metrics.MEDIA_DECODING.of("large")] == 0)
     assert any(map(is_dead, busy))
     (item,) = await loader.load(parts(png_url(77)), ROOMY)
     assert isinstance(item, DecodedImage)

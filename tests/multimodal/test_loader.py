@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import Modality
 from dynamo.trtllm.core import DecodedImage, EncodedMedia, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
@@ -183,13 +184,13 @@ async def test_the_same_picture_is_encoded_once_at_a_time_and_then_kept() -> Non
     await engine.encoding.wait()
     other_name = png_url(1).replace("image/png", "image/x-png")
     second = asyncio.create_task(loader.load(parts(png_url(1), other_name), ROOMY))
-    await until(lambda: loader.stats()["cache_hits"] == 2)
+    await until(lambda: loader.stats()[metrics.MEDIA_CACHE_HITS] == 2)
     engine.gate.set()
     (kept,) = await first
     assert await second == [kept, kept]
     assert await loader.load(parts(png_url(1)), ROOMY) == [kept]
     assert len(engine.encoded) == 1
-    assert loader.stats()["cache_misses"] == 1
+    assert loader.stats()[metrics.MEDIA_CACHE_MISSES] == 1
 
 
 @pytest.mark.asyncio
@@ -200,7 +201,7 @@ async def test_a_client_that_leaves_does_not_take_the_picture_from_another() -> 
     leaving = asyncio.create_task(loader.load(parts(png_url(1)), ROOMY))
     await engine.encoding.wait()
     staying = asyncio.create_task(loader.load(parts(png_url(1)), ROOMY))
-    await until(lambda: loader.stats()["cache_hits"] == 1)
+    await until(lambda: loader.stats()[metrics.MEDIA_CACHE_HITS] == 1)
     await cancelled(leaving)
     engine.gate.set()
     assert len(await staying) == 1

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from dynamo.llm import exceptions as dynamo
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, PeerFault, PeerTimeout, PeerUnavailable
@@ -168,11 +169,11 @@ async def test_calls_under_way_are_counted_and_forgotten(cluster: Cluster) -> No
     cluster.engines[1].gate = asyncio.Event()
     encoder = await cluster.encoder()
     loading = asyncio.create_task(encoder.load(parts(png_url(1), png_url(2)), ROOMY, FakeContext()))
-    await until(lambda: encoder.stats()["encode_calls"] == 2)
+    await until(lambda: encoder.stats()[metrics.INFLIGHT_ENCODE_CALLS] == 2)
     await cluster.engines[1].encoding.wait()
     cluster.engines[1].gate.set()
     await loading
-    assert encoder.stats()["encode_calls"] == 0
+    assert encoder.stats()[metrics.INFLIGHT_ENCODE_CALLS] == 0
     assert not encoder._load
 
 
@@ -185,7 +186,7 @@ async def test_a_dead_instance_costs_one_retry_on_the_next(cluster: Cluster) -> 
     cluster.client.answers[first] = replies(ValueError("Unavailable: tcp://10.0.0.1:9"))
     assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
     assert cluster.client.calls == [first, second]
-    assert encoder.stats()["encode_retries_total"] == 1
+    assert encoder.stats()[metrics.ENCODE_RETRIES] == 1
     cluster.assert_nothing_held()
 
 

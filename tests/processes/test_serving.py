@@ -147,15 +147,15 @@ def test_a_client_that_reads_nothing_does_not_hold_up_others(cluster: Cluster, w
     with open_stream(cluster, 100_000):
         wait_until(
             lambda: (
-                worker.metrics()["dynamo_trtllm_engine_generated_tokens_total"]
-                > before["dynamo_trtllm_engine_generated_tokens_total"] + 3000
+                worker.metrics()["dynamo_trtllm_engine_output_tokens_total"]
+                > before["dynamo_trtllm_engine_output_tokens_total"] + 3000
             ),
             "the unread stream's start",
         )
         for _ in range(200):
             assert cluster.chat("hi", max_tokens=5, timeout_s=5).status == 200
-        assert worker.metrics()["dynamo_trtllm_requests_in_flight"] == 1
-    wait_until(lambda: worker.metrics()["dynamo_trtllm_requests_in_flight"] == 0, "the end of the abandoned stream")
+        assert worker.metrics()["dynamo_trtllm_inflight_requests"] == 1
+    wait_until(lambda: worker.metrics()["dynamo_trtllm_inflight_requests"] == 0, "the end of the abandoned stream")
     after = worker.metrics()
     key = "dynamo_trtllm_requests_total:cancelled"
     assert after[key] == before.get(key, 0) + 1
@@ -177,7 +177,7 @@ def test_a_request_that_is_refused_or_left_has_one_line_in_the_log_and_no_traceb
     key = "dynamo_trtllm_requests_total:cancelled"
     before = worker.metrics().get(key, 0)
     with open_stream(cluster, 100_000):
-        wait_until(lambda: worker.metrics()["dynamo_trtllm_requests_in_flight"] == 1, "the stream's start")
+        wait_until(lambda: worker.metrics()["dynamo_trtllm_inflight_requests"] == 1, "the stream's start")
     wait_until(lambda: worker.metrics().get(key, 0) == before + 1, "the end of the abandoned stream")
     new = worker.text()[len(log) :]
     assert "Traceback" not in new
@@ -212,7 +212,7 @@ def test_sigterm_lets_a_running_request_finish_and_exits_zero() -> None:
         worker = cluster.worker(*script(step_delay_s=0.05))
         cluster.wait_listed()
         running = pool.submit(cluster.chat, "hi", max_tokens=40, ignore_eos=True)
-        wait_until(lambda: worker.metrics()["dynamo_trtllm_requests_in_flight"] == 1, "the request's start")
+        wait_until(lambda: worker.metrics()["dynamo_trtllm_inflight_requests"] == 1, "the request's start")
         worker.signal(signal.SIGTERM)
         answer = running.result()
         assert (answer.status, answer.usage["completion_tokens"]) == (200, 40)
@@ -225,7 +225,7 @@ def test_a_second_signal_exits_at_once() -> None:
         worker = cluster.worker(*script(step_delay_s=30.0), env={"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "60"})
         cluster.wait_listed()
         pending = pool.submit(cluster.chat, "hi", max_tokens=40, ignore_eos=True)
-        wait_until(lambda: worker.metrics()["dynamo_trtllm_requests_in_flight"] == 1, "the request's start")
+        wait_until(lambda: worker.metrics()["dynamo_trtllm_inflight_requests"] == 1, "the request's start")
         worker.signal(signal.SIGINT)
         wait_until(lambda: "unregistering endpoints" in worker.text(), "the first signal's handling")
         worker.signal(signal.SIGINT)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.errors import EngineDead, LimitFault, Overloaded, PartFault, PeerFault
 from dynamo.trtllm.frontend.endpoint import Egress
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
@@ -183,8 +184,8 @@ async def test_a_worker_that_encodes_nothing_takes_embedding_files_and_names_the
 async def test_the_role_is_drained_when_its_offers_are_read_and_shows_them_meanwhile(stack: AsyncExitStack) -> None:
     worker = await start(stack)
     reply = await worker.reply(asking(png_url(1)))
-    assert worker.handler.stats()["transfer_open_offers"] == 1
-    assert worker.handler.stats()["cache_misses"] == 1
+    assert worker.handler.stats()[metrics.TRANSFER_OPEN_OFFERS] == 1
+    assert worker.handler.stats()[metrics.MEDIA_CACHE_MISSES] == 1
     draining = asyncio.create_task(worker.handler.drained())
     await (await start_transfer(stack)).fetch(reply.transfer, 10.0, copy=True)
     await draining

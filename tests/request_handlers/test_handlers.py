@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import Modality, ModelConfig, PeerConfig, Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
 from dynamo.trtllm.errors import StartupError
@@ -171,7 +172,7 @@ async def test_an_aggregated_worker_answers_about_pictures_and_shows_its_cache()
     chunks = await collect(answered(handler, raw))
     assert [len(each["token_ids"]) for each in chunks] == [1, 1, 1]
     assert chunks[-1]["completion_usage"]["prompt_tokens"] == 5
-    assert handler.stats()["cache_entries"] == 1
+    assert handler.stats()[metrics.MEDIA_CACHE_ENTRIES] == 1
     await handler.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.core import Step
 from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, Overloaded, PeerFault, PeerUnavailable
@@ -370,7 +371,7 @@ async def test_a_lost_kv_cache_is_prefilled_again_elsewhere_and_the_answer_goes_
     chunks = await collect(both.decoded(raw, reply))
     raw["sampling_options"]["seed"] = reply["disaggregated_params"]["seed"]
     assert joined(chunks) == joined(await aggregated(raw))
-    assert both.decode.stats()["prefilled_again_total"] == 1
+    assert both.decode.stats()[metrics.PREFILL_RETRIES] == 1
     assert len(other.engine.requests) == 1
     both.assert_nothing_held()
 
@@ -518,8 +519,8 @@ async def test_prefill_is_drained_when_its_offers_are_taken(both: Pair) -> None:
 
 @pytest.mark.asyncio
 async def test_handlers_show_their_transfers_and_close_them(stack: AsyncExitStack, both: Pair) -> None:
-    assert both.decode.stats()["transfer_pool_bytes"] == POOL_BYTES
-    assert both.prefill.handler.stats()["transfer_open_offers"] == 0
+    assert both.decode.stats()[metrics.TRANSFER_POOL_BYTES] == POOL_BYTES
+    assert both.prefill.handler.stats()[metrics.TRANSFER_OPEN_OFFERS] == 0
     offer = await both.prefill.transfer.offer({"kv": torch.zeros(8)})
     await both.decode.drained()
     await both.decode.close()

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.core import Step, Tokens
 from dynamo.trtllm.engines.double import DoubleEngine
@@ -148,7 +149,7 @@ class Pair:
         for worker in self.workers:
             stats = worker.transfer.stats()
             assert (stats.open_offers, stats.pool_used_bytes) == (0, _quarantined_bytes(worker.transfer))
-            assert worker.engine.stats()["active_requests"] == 0
+            assert worker.engine.stats()[metrics.ENGINE_ACTIVE] == 0
 
     async def add(self, stack: AsyncExitStack, instance: int, **script: Any) -> PrefillWorker:
         """One more prefill worker, known to decode as `instance`."""

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from dynamo.llm import ModelInput, ModelType, WorkerType
 from dynamo.llm import exceptions as dynamo
-from prometheus_client import generate_latest
 
 from dynamo.trtllm import model_files
 from dynamo.trtllm.config import EngineConfig, EngineKind, ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
@@ -22,8 +21,8 @@ from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, StartupError
 from dynamo.trtllm.frontend.endpoint import Egress
-from dynamo.trtllm.metrics import WorkerMetrics
 from dynamo.trtllm.service import presence, runtime
+from dynamo.trtllm.service.metrics_page import MetricsPage
 from dynamo.trtllm.service.runtime import Service, health_check_payload, model_type, needs, runtime_config
 from fakes import FakeContext, FakeSender, collect, outcome, until
 
@@ -132,7 +131,7 @@ class World:
     running: asyncio.Task[int]
 
     def run(self) -> asyncio.Task[int]:
-        metrics = WorkerMetrics(self.egress)
+        metrics = MetricsPage(Role.AGGREGATED)
         return asyncio.create_task(self.service.run(self.egress, metrics, self.drained, self.engine.check_health))
 
 
@@ -141,7 +140,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(runtime, "register_model", made.register)
     monkeypatch.setattr(runtime, "graceful_shutdown_with_discovery", made.leave)
-    monkeypatch.setattr(WorkerMetrics, "expose", lambda self, endpoint, config: made.steps.append("metrics"))
+    monkeypatch.setattr(MetricsPage, "expose", lambda self, endpoint, config: made.steps.append("metrics"))
     monkeypatch.setattr(runtime, "_HEALTH_INTERVAL_S", 0.0)
     monkeypatch.setattr(runtime, "_CANCEL_INTERVAL_S", 0.001)
     monkeypatch.setattr(runtime, "exit_after", made.last_resorts_s.append)
@@ -442,24 +441,6 @@ def test_a_runtime_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(runtime, "create_runtime", refuse)
     with pytest.raises(StartupError, match="cannot join Dynamo with discovery etcd and request plane tcp"):
         runtime.connect(RuntimeConfig())
-
-
-@pytest.mark.asyncio
-async def test_metrics_show_outcomes_requests_in_flight_and_every_source() -> None:
-    egress = Egress(NoHandler(), on_dead=lambda error: None)
-    egress.outcomes.update(completed=2, failed=1)
-    egress.in_flight = 3
-    metrics = WorkerMetrics(egress)
-    metrics.add_source("media", lambda: {"cache_bytes": 5.0, "transfer_offers_total": 6.0})
-    page = generate_latest(metrics.registry).decode()
-    lines = [line for line in page.splitlines() if not line.startswith("#")]
-    assert lines == [
-        'dynamo_trtllm_requests_total{outcome="completed"} 2.0',
-        'dynamo_trtllm_requests_total{outcome="failed"} 1.0',
-        "dynamo_trtllm_requests_in_flight 3.0",
-        "dynamo_trtllm_media_cache_bytes 5.0",
-        "dynamo_trtllm_media_transfer_offers_total 6.0",
-    ]
 
 
 @pytest.mark.asyncio

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
+import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -69,10 +70,11 @@ async def serve(config: WorkerConfig) -> int:
     """Build the worker's parts in order, serve, and take them down in reverse. Returns the exit code."""
     from dynamo.trtllm.engines.factory import create_engine
     from dynamo.trtllm.frontend.endpoint import Egress
-    from dynamo.trtllm.metrics import WorkerMetrics
+    from dynamo.trtllm.metrics import MODEL_LOAD_TIME
     from dynamo.trtllm.model_files import resolve_model, with_default_template
     from dynamo.trtllm.request_handlers.handlers import create_handler
     from dynamo.trtllm.service.binding_log import LoggedErrors
+    from dynamo.trtllm.service.metrics_page import MetricsPage
     from dynamo.trtllm.service.runtime import Service, connect
 
     config = replace(config, engine=replace(config.engine, model_path=await resolve_model(config.model.path)))
@@ -82,7 +84,9 @@ async def serve(config: WorkerConfig) -> int:
         quiet = stack.enter_context(LoggedErrors.on_stderr())
         engine = create_engine(config.engine)
         stack.push_async_callback(engine.close)
+        starting = time.monotonic()
         info = await engine.start()
+        load_time_s = time.monotonic() - starting
         runtime = connect(config.runtime)
         stack.callback(runtime.shutdown)
         handler = await create_handler(config, engine, info, runtime)
@@ -95,9 +99,8 @@ async def serve(config: WorkerConfig) -> int:
             on_told=quiet.hide,
         )
         stack.callback(egress.close)
-        metrics = WorkerMetrics(egress)
-        metrics.add_source("engine", engine.stats)
-        metrics.add_source("media", handler.stats)
+        metrics = MetricsPage(config.role)
+        metrics.add(egress.stats, engine.stats, handler.stats, lambda: {MODEL_LOAD_TIME: load_time_s})
         # Modules and model live as long as the process: without them a full collection is short, and stalls no request.
         gc.collect()
         gc.freeze()

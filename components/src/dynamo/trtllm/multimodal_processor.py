@@ -15,6 +15,7 @@ from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, PlacedMedia, Pr
 from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.frontend.request import Request
+from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal.kinds.registry import in_words, plural_of
 from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
@@ -24,7 +25,7 @@ class MediaSource(Protocol):
     """Where media items come from: this worker itself, or an encode worker."""
 
     async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]: ...
-    def stats(self) -> Mapping[str, float]: ...
+    def stats(self) -> Readings: ...
     async def close(self) -> None: ...
 
 
@@ -75,7 +76,7 @@ class MultimodalProcessor:
     def _require_room(budget: TokenBudget, media_tokens: int) -> None:
         require_room(budget.total(media_tokens), budget.context_length, with_media=media_tokens > 0)
 
-    def stats(self) -> Mapping[str, float]:
+    def stats(self) -> Readings:
         return self._media.stats()
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig
 from dynamo.trtllm.core import (
     DecodedMedia,
@@ -161,11 +162,11 @@ class DoubleEngine(Engine):
     def _has_died_by_file(self) -> bool:
         return self._script.dies_with_file is not None and os.path.exists(self._script.dies_with_file)
 
-    def stats(self) -> Mapping[str, float]:
+    def stats(self) -> metrics.Readings:
         return {
-            "active_requests": self._active,
-            "generated_tokens_total": self._generated,
-            "encoded_images_total": self._encoded,
+            metrics.ENGINE_ACTIVE: self._active,
+            metrics.ENGINE_OUTPUT_TOKENS: self._generated,
+            metrics.ENGINE_ENCODED_IMAGES: self._encoded,
         }
 
     async def close(self) -> None:

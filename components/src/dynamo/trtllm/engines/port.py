@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.core import DecodedMedia, EncodedMedia, MediaShape, Prompt, Sampling, Step, Tokens
+from dynamo.trtllm.metrics import Readings
 
 if TYPE_CHECKING:
     import torch
@@ -195,8 +196,8 @@ class Engine(ABC):
     async def check_health(self) -> None:
         """Return at once while the engine can serve; raise `EngineDead` when it cannot."""
 
-    def stats(self) -> Mapping[str, float]:
-        """Gauges for the metrics page, by their short names (`active_requests`, `waiting_requests`, `used_kv_blocks`, ...)."""
+    def stats(self) -> Readings:
+        """The engine's metrics, those that it can tell."""
         return {}
 
     def attach_kv_publisher(self, create: Callable[[int], Any]) -> bool:

@@ -21,6 +21,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Protocol
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.core import Context
 from dynamo.trtllm.errors import (
     ClientFault,
@@ -238,6 +239,11 @@ class Egress:
         """
         self._ended_by = self._ended_by or reason
         self._watch.cancel_all()
+
+    def stats(self) -> metrics.Readings:
+        """Requests by how they ended, and those that have not."""
+        ended: metrics.Readings = {metrics.REQUESTS.of(outcome): count for outcome, count in self.outcomes.items()}
+        return {**ended, metrics.INFLIGHT_REQUESTS: self.in_flight}
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

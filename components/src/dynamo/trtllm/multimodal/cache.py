@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from dynamo.trtllm import metrics
 
 V = TypeVar("V")
 
@@ -64,14 +66,14 @@ class ContentCache(Generic[V]):
             self._hits += 1
         return await self._join(key, flight)
 
-    def stats(self) -> Mapping[str, int]:
-        """Counters `hits` (computations shared count as such), `misses`, `evictions`, and gauges `bytes`, `entries`."""
+    def stats(self) -> metrics.Readings:
+        """The media cache's metrics; who joins a computation under way counts as a hit."""
         return {
-            "hits": self._hits,
-            "misses": self._misses,
-            "evictions": self._evictions,
-            "bytes": self._bytes,
-            "entries": len(self._entries),
+            metrics.MEDIA_CACHE_HITS: self._hits,
+            metrics.MEDIA_CACHE_MISSES: self._misses,
+            metrics.MEDIA_CACHE_EVICTIONS: self._evictions,
+            metrics.MEDIA_CACHE_BYTES: self._bytes,
+            metrics.MEDIA_CACHE_ENTRIES: len(self._entries),
         }
 
     async def _join(self, key: str, flight: _Flight[V]) -> V:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -25,6 +25,7 @@ from typing import Any
 
 from PIL import Image
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault, Overloaded, WorkerError
 from dynamo.trtllm.multimodal.decode import BROKEN
@@ -57,11 +58,9 @@ async def decode_apart(data: bytes, pixels: int, config: MediaConfig) -> Image.I
         raise
 
 
-def stats() -> Mapping[str, float]:
-    """Gauges `decoding_small` and `decoding_large`: pictures under way, those that wait for a decoder not
-    counted.
-    """
-    return {f"decoding_{name}": count for name, count in _under_way.items()}
+def stats() -> metrics.Readings:
+    """Images under way, those that wait for a decoder not counted."""
+    return {metrics.MEDIA_DECODING.of(size): count for size, count in _under_way.items()}
 
 
 def start_decoder() -> None:

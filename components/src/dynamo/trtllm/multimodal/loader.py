@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig, Modality
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, MediaShape, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
@@ -152,11 +153,11 @@ class MediaLoader:
         require_counts((part.kind for part in parts), self._config)
         return sources
 
-    def stats(self) -> Mapping[str, float]:
-        found = {f"cache_{name}": float(value) for name, value in self._cache.stats().items()}
-        for kind in self._kinds:
-            found.update(kind.stats())
-        return found
+    def stats(self) -> metrics.Readings:
+        """Nothing where the worker takes no media."""
+        if self._modality is Modality.TEXT:
+            return {}
+        return metrics.merged(self._cache.stats(), *(kind.stats() for kind in self._kinds))
 
     async def close(self) -> None:
         await self._fetcher.close()

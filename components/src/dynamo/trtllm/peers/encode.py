@@ -11,9 +11,10 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, PartFault, PeerUnavailable
@@ -65,9 +66,13 @@ class RemoteEncoder:
             logger.warning("encoding here: %s", error)
             return await self._fallback.load(parts, budget, context)
 
-    def stats(self) -> Mapping[str, float]:
-        own = {f"cache_{name}": value for name, value in self._cache.stats().items()}
-        return {**own, "encode_retries_total": self._retries, "encode_calls": sum(self._load.values())}
+    def stats(self) -> metrics.Readings:
+        calls: metrics.Readings = {
+            metrics.ENCODE_RETRIES: self._retries,
+            metrics.INFLIGHT_ENCODE_CALLS: sum(self._load.values()),
+        }
+        here = self._fallback.stats() if self._fallback is not None else {}
+        return metrics.merged(self._cache.stats(), calls, here)
 
     async def close(self) -> None:
         if self._fallback is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.core import Context, MediaItem, TokenBudget
 from dynamo.trtllm.engines.port import MediaInput
 from dynamo.trtllm.multimodal.loader import MediaLoader
@@ -42,9 +43,8 @@ class SplitMedia:
         found = sent.get((part.kind, part.uuid))
         return not self._here.knows(part) if found is None else found
 
-    def stats(self) -> Mapping[str, float]:
-        apart = self._apart.stats()
-        return {**apart, **{name: value + apart.get(name, 0.0) for name, value in self._here.stats().items()}}
+    def stats(self) -> metrics.Readings:
+        return metrics.merged(self._here.stats(), self._apart.stats())
 
     async def close(self) -> None:
         await self._here.close()

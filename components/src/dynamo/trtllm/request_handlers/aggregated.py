@@ -10,8 +10,9 @@ from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.frontend.response import Output
 from dynamo.trtllm.frontend.stop_strings import StopStrings
+from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -41,5 +42,5 @@ class AggregatedHandler(HandlerBase):
         if self._transfer is not None:
             await self._transfer.close()
 
-    def stats(self) -> Mapping[str, float]:
-        return {**self._processor.stats(), **(transfer_stats(self._transfer) if self._transfer else {})}
+    def stats(self) -> Readings:
+        return {**self._processor.stats(), **(self._transfer.stats().readings() if self._transfer else {})}

@@ -15,9 +15,10 @@ from dynamo.trtllm.errors import PeerFault, WorkerError
 from dynamo.trtllm.frontend.request import Request, parse_request
 from dynamo.trtllm.frontend.response import Output
 from dynamo.trtllm.frontend.stop_strings import StopStrings
+from dynamo.trtllm.metrics import PREFILL_RETRIES, Readings
 from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.peers.prefill import PrefillPeers
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -144,8 +145,8 @@ class DecodeHandler(HandlerBase):
         self._prefilled_again += 1
         return self._checked(await self._prefill.prefill(request, context, lost))
 
-    def stats(self) -> Mapping[str, float]:
-        return {**transfer_stats(self._transfer), "prefilled_again_total": self._prefilled_again}
+    def stats(self) -> Readings:
+        return {**self._transfer.stats().readings(), PREFILL_RETRIES: self._prefilled_again}
 
     async def drained(self) -> None:
         """Hand-overs that are being taken back end by the transfer's deadline."""

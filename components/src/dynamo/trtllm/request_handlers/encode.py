@@ -10,11 +10,12 @@ from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import PartFault
 from dynamo.trtllm.frontend.request import is_health_check
 from dynamo.trtllm.frontend.response import Chunk
+from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal.kinds.registry import plural_of
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -50,8 +51,8 @@ class EncodeHandler(HandlerBase):
             )
             yield reply.model_dump(mode="json")
 
-    def stats(self) -> Mapping[str, float]:
-        return {**self._loader.stats(), **transfer_stats(self._transfer)}
+    def stats(self) -> Readings:
+        return {**self._loader.stats(), **self._transfer.stats().readings()}
 
     async def drained(self) -> None:
         await self._transfer.drain()

@@ -8,13 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from dynamo.trtllm.core import Context, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.frontend.response import Output
+from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
@@ -34,8 +34,8 @@ class HandlerBase(ABC):
         every token half a microsecond.
         """
 
-    def stats(self) -> Mapping[str, float]:
-        """Gauges of this role for the metrics page."""
+    def stats(self) -> Readings:
+        """This role's metrics, of the parts that it has."""
         return {}
 
     async def check_health(self) -> None:
@@ -66,8 +66,3 @@ def withdrawn_on_failure(offer: Offer | None) -> Iterator[None]:
         if offer is not None:
             offer.release()
         raise
-
-
-def transfer_stats(transfer: Transfer) -> dict[str, float]:
-    """The transfer's counters under their names on the metrics page."""
-    return {f"transfer_{name}": value for name, value in asdict(transfer.stats()).items()}

@@ -11,9 +11,10 @@ from dynamo.trtllm.core import Context, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.frontend.response import Chunk, to_chunk
+from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.messages import Handoff, wire_logprobs
-from dynamo.trtllm.request_handlers.handler_base import HandlerBase, transfer_stats, withdrawn_on_failure
+from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
@@ -48,8 +49,8 @@ class PrefillHandler(HandlerBase):
         finally:
             state.release()
 
-    def stats(self) -> Mapping[str, float]:
-        return {**self._processor.stats(), **transfer_stats(self._transfer)}
+    def stats(self) -> Readings:
+        return {**self._processor.stats(), **self._transfer.stats().readings()}
 
     async def drained(self) -> None:
         """Hand-overs in flight end by acknowledgement or by their time to live."""

@@ -25,9 +25,9 @@ from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, W
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerDead, WorkerError
 from dynamo.trtllm.frontend.endpoint import Egress
-from dynamo.trtllm.metrics import WorkerMetrics
 from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
 from dynamo.trtllm.service.last_resort import exit_after
+from dynamo.trtllm.service.metrics_page import MetricsPage
 from dynamo.trtllm.service.presence import Presence, Republished
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Service:
     async def run(
         self,
         egress: Egress,
-        metrics: WorkerMetrics,
+        metrics: MetricsPage,
         drained: Callable[[], Any],
         check_health: Callable[[], Awaitable[None]],
     ) -> int:

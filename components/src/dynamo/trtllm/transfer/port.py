@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.errors import PeerTimeout
 from dynamo.trtllm.transfer.descriptor import PeerIdentity, TransferDescriptor
 
@@ -147,6 +148,27 @@ class TransferStats:
     pool_bytes: int
     pool_used_bytes: int
     pool_peak_bytes: int
+
+    def readings(self) -> metrics.Readings:
+        """These under their declarations."""
+        return {
+            metrics.TRANSFER_OFFERS: self.offers_total,
+            metrics.TRANSFER_OFFERED_BYTES: self.offered_bytes_total,
+            metrics.TRANSFER_ACKNOWLEDGED: self.acknowledged_total,
+            metrics.TRANSFER_EXPIRED: self.expired_total,
+            metrics.TRANSFER_OPEN_OFFERS: self.open_offers,
+            metrics.TRANSFER_QUARANTINED: self.quarantined_segments,
+            metrics.TRANSFER_FETCHES: self.fetches_total,
+            metrics.TRANSFER_FETCHED_BYTES: self.fetched_bytes_total,
+            metrics.TRANSFER_FAILURES: self.failures_total,
+            metrics.TRANSFER_RETRIES: self.retries_total,
+            metrics.TRANSFER_READS: self.reads_in_flight,
+            metrics.TRANSFER_WAITING: self.waiting_offers,
+            metrics.TRANSFER_OWN_REGISTRATIONS: self.own_registrations,
+            metrics.TRANSFER_POOL_BYTES: self.pool_bytes,
+            metrics.TRANSFER_POOL_USED_BYTES: self.pool_used_bytes,
+            metrics.TRANSFER_POOL_PEAK_BYTES: self.pool_peak_bytes,
+        }
 
 
 class Transfer(ABC):

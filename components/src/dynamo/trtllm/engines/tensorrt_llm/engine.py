@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig, Role
 from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, MediaShape, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
@@ -158,9 +159,11 @@ class TensorRTLLMEngine(Engine):
     async def check_health(self) -> None:
         self._vitals.require_alive()
 
-    def stats(self) -> Mapping[str, float]:
-        published = {} if self._kv_events is None else {"kv_events_total": float(self._kv_events.published)}
-        return {"active_requests": float(self._vitals.watch.active), **self._gauges.all(), **published}
+    def stats(self) -> metrics.Readings:
+        found = {metrics.ENGINE_ACTIVE: self._vitals.watch.active, **self._gauges.readings()}
+        if self._kv_events is not None:
+            found[metrics.ENGINE_KV_EVENTS] = self._kv_events.published
+        return found
 
     def attach_kv_publisher(self, create: Callable[[int], events.KvPublisher]) -> bool:
         wanted = self._config.publish_kv_events and self._config.role in (Role.AGGREGATED, Role.PREFILL)

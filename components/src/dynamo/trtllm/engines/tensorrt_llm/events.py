@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from dynamo.trtllm import metrics
+
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 2.0
@@ -144,45 +146,54 @@ def media_of(block: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"mm_objects": objects} if objects else None
 
 
-_GAUGES = {
-    "active_requests": ("numActiveRequests",),
-    "waiting_requests": ("numQueuedRequests",),
-    "used_kv_blocks": ("kvCacheStats", "usedNumBlocks"),
-    "total_kv_blocks": ("kvCacheStats", "maxNumBlocks"),
-    "kv_cache_hit_rate": ("kvCacheStats", "cacheHitRate"),
-    "iteration_latency_ms": ("iterLatencyMS",),
-    "gpu_memory_bytes": ("gpuMemUsage",),
+_BY_RANK: dict[metrics.Metric, tuple[str, ...]] = {
+    metrics.TOTAL_BLOCKS: ("kvCacheStats", "maxNumBlocks"),
+    metrics.CACHE_HIT_RATE: ("kvCacheStats", "cacheHitRate"),
 }
-_MEANS = ("kv_cache_hit_rate", "iteration_latency_ms")
+_SUMMED: dict[metrics.Metric, tuple[str, ...]] = {
+    metrics.ENGINE_ACTIVE: ("numActiveRequests",),
+    metrics.ENGINE_QUEUED: ("numQueuedRequests",),
+    metrics.ENGINE_USED_BLOCKS: ("kvCacheStats", "usedNumBlocks"),
+    metrics.ENGINE_GPU_MEMORY: ("gpuMemUsage",),
+}
+_ITERATION_MS = ("iterLatencyMS",)
 
 
 class Gauges:
-    """The latest gauges of the engine. Under attention DP each rank has rows of its own, of which the engine's are the sum."""
+    """The latest iteration of each attention-DP rank: what Dynamo shows by rank stays apart, counts are added over the ranks."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, dict[str, float]] = {}
+        self._ranks: dict[int, Mapping[str, Any]] = {}
 
     def take(self, stats: Mapping[str, Any]) -> None:
         rank = stats.get("attentionDpRank")
-        self._ranks[rank if isinstance(rank, int) else 0] = gauges_of(stats)
+        self._ranks[rank if isinstance(rank, int) else 0] = stats
 
-    def all(self) -> dict[str, float]:
-        """Sums over the ranks; of a rate or a latency the mean."""
-        rows = list(self._ranks.values())
-        found: dict[str, float] = {}
-        for name in {name for row in rows for name in row}:
-            values = [row[name] for row in rows if name in row]
-            found[name] = sum(values) / len(values) if name in _MEANS else sum(values)
+    def readings(self) -> metrics.Readings:
+        """What the release reports; the duration of a step is that of the slowest rank."""
+        found: dict[metrics.Metric | metrics.Series, float] = {}
+        for rank, stats in self._ranks.items():
+            for metric, path in _BY_RANK.items():
+                _put(found, metric.of(str(rank)), _number(stats, path))
+            used, total = (_number(stats, ("kvCacheStats", name)) for name in ("usedNumBlocks", "maxNumBlocks"))
+            if used is not None and total:
+                found[metrics.CACHE_USAGE.of(str(rank))] = used / total
+        for metric, path in _SUMMED.items():
+            values = [number for stats in self._ranks.values() if (number := _number(stats, path)) is not None]
+            _put(found, metric, sum(values) if values else None)
+        steps_ms = [number for stats in self._ranks.values() if (number := _number(stats, _ITERATION_MS)) is not None]
+        _put(found, metrics.ENGINE_ITERATION, max(steps_ms) / 1e3 if steps_ms else None)
         return found
 
 
-def gauges_of(stats: Mapping[str, Any]) -> dict[str, float]:
-    """The gauges of one iteration of one rank; what the release does not report is left out."""
-    found: dict[str, float] = {}
-    for name, path in _GAUGES.items():
-        value: Any = stats
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+def _put(found: dict[metrics.Metric | metrics.Series, float], key: metrics.Metric | metrics.Series, value: float | None) -> None:
+    if value is not None:
+        found[key] = value
+
+
+def _number(stats: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    """The number at `path`; None where the release does not report one."""
+    value: Any = stats
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -29,6 +29,7 @@ from dynamo.trtllm.engines.transformers.sequence import Stage
 from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead
+from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.model_files import resolve_model
 
 
@@ -159,7 +160,7 @@ class TransformersEngine(Engine):
     async def check_health(self) -> None:
         self._require_worker().require_alive()
 
-    def stats(self) -> Mapping[str, float]:
+    def stats(self) -> Readings:
         return self._worker.stats() if self._worker is not None else {}
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, PixelInputs
 from dynamo.trtllm.engines.transformers.scheduler import Scheduler, device_is_lost
 from dynamo.trtllm.engines.transformers.sequence import Sequence
@@ -105,18 +106,20 @@ class Worker:
             self._commands.put(("stop", None))
             await asyncio.to_thread(thread.join)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> metrics.Readings:
         scheduler = self._scheduler
         if scheduler is None:
             return {}
+        used = scheduler.used_blocks
         return {
-            "active_requests": scheduler.active,
-            "waiting_requests": scheduler.waiting,
-            "used_kv_blocks": scheduler.used_blocks,
-            "total_kv_blocks": scheduler.total_blocks,
-            "encoded_images_total": self.encoded_images,
-            "generated_tokens_total": scheduler.generated_tokens,
-            "prompt_tokens_total": scheduler.prompt_tokens,
+            metrics.ENGINE_ACTIVE: scheduler.active,
+            metrics.ENGINE_QUEUED: scheduler.waiting,
+            metrics.ENGINE_USED_BLOCKS: used,
+            metrics.TOTAL_BLOCKS.of("0"): scheduler.total_blocks,
+            metrics.CACHE_USAGE.of("0"): used / scheduler.total_blocks,
+            metrics.ENGINE_ENCODED_IMAGES: self.encoded_images,
+            metrics.ENGINE_OUTPUT_TOKENS: scheduler.generated_tokens,
+            metrics.ENGINE_PROMPT_TOKENS: scheduler.prompt_tokens,
         }
 
     def _main(self, setup: Callable[[], tuple[Scheduler, ImageEncoder | None]], ready: asyncio.Future[None]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedImage, MediaShape
+from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal import decoders
 from dynamo.trtllm.multimodal.decode import check_header
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
@@ -34,5 +34,5 @@ class ImageKind(MediaKind):
     def start(self) -> None:
         decoders.start_decoder()
 
-    def stats(self) -> Mapping[str, float]:
+    def stats(self) -> Readings:
         return decoders.stats()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedMedia, MediaShape
+from dynamo.trtllm.metrics import Readings
 
 UrlOf = Callable[[Mapping[str, Any]], str]
 """Raises `ClientFault`, without the part's position."""
@@ -63,6 +64,6 @@ class MediaKind(ABC):
         """Make ready what decoding needs, so that the first item need not wait for it. Returns at once."""
         return
 
-    def stats(self) -> Mapping[str, float]:
-        """Gauges of this kind's decoding, by names that no other kind uses."""
+    def stats(self) -> Readings:
+        """The metrics of this kind's decoding."""
         return {}
