@@ -47,7 +47,8 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def worker(cluster: Cluster) -> Managed:
     worker = cluster.worker(
-        "--engine", "transformers", "--modality", "multimodal", "--max-images", "4", "--max-seq-len", str(CONTEXT_LENGTH)
+        "--engine", "transformers", "--modality", "multimodal", "--max-seq-len", str(CONTEXT_LENGTH),
+        "--limit-mm-per-prompt", "image=4,audio=0", "--allowed-media-domains", "127.0.0.1"
     )
     cluster.wait_listed()
     return worker
@@ -246,6 +247,30 @@ def test_a_prompt_too_long_with_its_pictures_is_refused_with_both_counts_before_
 def test_video_and_audio_are_refused_in_words(cluster: Cluster, worker: Managed, part: dict[str, Any], words: str) -> None:
     answer = cluster.chat([{"type": "text", "text": "hi"}, part], max_tokens=4)
     assert (answer.status, words in answer.message) == (400, True)
+
+
+def test_only_the_allowed_hosts_are_fetched_from(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+    answer = ask(cluster, server.picture_url(1).replace("127.0.0.1", "localhost"))
+    assert (answer.status, answer.message) == (400, "image 1: its url is on a host that this worker does not fetch from")
+
+
+def test_detail_changes_nothing_and_options_of_the_processor_do(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
+    def asked(detail: str | None, **options: Any) -> Answer:
+        part = {"type": "image_url", "image_url": {"url": server.picture_url(1), "detail": detail}}
+        return cluster.chat([{"type": "text", "text": QUESTION}, part], max_tokens=20, **options)
+
+    plain = asked(None)
+    for detail in ("low", "high", "auto"):
+        assert (asked(detail).text, asked(detail).usage) == (plain.text, plain.usage)
+    few = asked(None, mm_processor_kwargs={"max_pixels": 4 * 784})  # 186 x 116 pixels: 7 x 4 rows of features, or 2 x 1
+    assert (few.status, few.usage["prompt_tokens"] - plain.usage["prompt_tokens"]) == (200, 2 - 28)
+    refused = asked(None, mm_processor_kwargs={"max_pixel": 784})
+    assert (refused.status, refused.message) == (
+        400,
+        "mm_processor_kwargs: max_pixel is not known; this model knows max_pixels, min_pixels and size",
+    )
 
 
 def test_sound_beside_a_picture_is_refused_by_name_and_place(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
