@@ -325,3 +325,16 @@ async def test_no_processor_prepares_an_embedding_file(tmp_path: Path) -> None:
     for part in (named("u", url, tokens=7), named("u", tokens=7)):
         with pytest.raises(PartFault, match="image 1: no processor prepares an embedding file: leave out mm_processor_kwargs"):
             await loader.load([part], ROOMY)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_is_given_decoded_pictures_finds_them_by_their_uuid_too() -> None:
+    engine = GatedEngine()
+    info = await engine.start()
+    taken = {kind: replace(each, encodes=False) for kind, each in info.media.items()}
+    loader = await loader_over(engine, info=replace(info, media=taken))
+    (sent,) = await loader.load([named("u", png_url(7), tokens=5)], ROOMY)
+    (found,) = await loader.load([named("u", tokens=5)], ROOMY)
+    assert isinstance(found, DecodedImage)
+    assert (found is sent, found.options) == (True, {"tokens": 5})
+    assert engine.encoded == []

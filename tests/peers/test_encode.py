@@ -348,7 +348,7 @@ async def test_options_of_the_processor_reach_the_encode_worker_and_part_its_ans
     assert isinstance(longer, EncodedMedia)
     assert (len(plain.token_ids), len(longer.token_ids)) == (IMAGE_TOKENS, 7)
     assert plain.digest != longer.digest
-    with pytest.raises(ClientFault, match=r"^image 1: the content that its uuid names is kept as other mm_processor_kwargs"):
+    with pytest.raises(ClientFault, match=r"^image 1: the content that its uuid names is not kept as these mm_processor_kwargs"):
         await encoder.load([named("u", tokens=6)], ROOMY, FakeContext())
 
 

@@ -52,12 +52,12 @@ class MultimodalProcessor:
         given = Counter(part.kind for part in request.media)
         for kind, count in places.items():
             _check_places(kind, count, given[kind])
-        options = options_by_kind(request.processor_options, self._info.media)
-        if not request.media:
-            return asked
         parts = request.media
         if request.processor_options:
+            options = options_by_kind(request.processor_options, self._info.media)
             parts = tuple(replace(part, options=options[part.kind]) for part in parts)
+        if not parts:
+            return asked
         items = await self._media.load(parts, budget, context)
         prompt = expand(token_ids, self._placeholders, items, asked.prompt.text)
         self._require_room(budget, len(prompt.token_ids) - budget.text_tokens)

@@ -6,6 +6,8 @@ computed from the content that was sent last under it. Each tenant (`cache_salt`
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ MAX_NAMES = 1 << 16
 
 UNKNOWN = "its uuid is not known here, or its content is no longer kept; send the content with it again"
 PREPARED_OTHERWISE = (
-    "the content that its uuid names is kept as other mm_processor_kwargs prepared it; send the content with it again"
+    "the content that its uuid names is not kept as these mm_processor_kwargs prepare it; send the content with it again"
 )
 TWO_CONTENTS = "its uuid names another content in the same request"
 
@@ -32,11 +34,11 @@ class Uuids:
     """Names of one worker. Requests share them; one event loop."""
 
     def __init__(self) -> None:
-        self._names: OrderedDict[tuple[str | None, str, str | None], NamedContent] = OrderedDict()
+        self._names: OrderedDict[bytes, NamedContent] = OrderedDict()
 
     def find(self, part: MediaPart) -> NamedContent | None:
         """What the uuid of `part` names, for its tenant and kind."""
-        key = (part.tenant, part.kind, part.uuid)
+        key = _key_of(part)
         found = self._names.get(key)
         if found is not None:
             self._names.move_to_end(key)
@@ -44,8 +46,13 @@ class Uuids:
 
     def remember(self, part: MediaPart, content: NamedContent) -> None:
         """From here on the uuid of `part` names `content`, whatever it named before."""
-        key = (part.tenant, part.kind, part.uuid)
+        key = _key_of(part)
         self._names[key] = content
         self._names.move_to_end(key)
         if len(self._names) > MAX_NAMES:
             self._names.popitem(last=False)
+
+
+def _key_of(part: MediaPart) -> bytes:
+    """32 bytes for a name, however long its tenant's is."""
+    return hashlib.sha256(json.dumps([part.tenant, part.kind, part.uuid]).encode()).digest()
