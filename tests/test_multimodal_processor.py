@@ -120,9 +120,9 @@ async def test_placeholders_and_images_must_be_as_many(token_ids: tuple[int, ...
     source = Source()
     with pytest.raises(ClientFault) as caught:
         await MultimodalProcessor(info(), source).prepare(request(*token_ids, urls=urls))
+    literal, missing = "the text must not contain the model's placeholder", "the model's chat template has to write one for each"
     assert caught.value.message == (
-        f"the prompt has {places} image placeholders for {len(urls)} image parts; "
-        "the text must not contain the model's placeholder"
+        f"the prompt has {places} image placeholders for {len(urls)} image parts; {literal if places else missing}"
     )
     assert source.asked == []
 

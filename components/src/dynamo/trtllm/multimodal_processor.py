@@ -107,8 +107,9 @@ def expand(
 
 
 def _check_places(kind: str, places: int, items: int) -> None:
-    if places != items:
-        raise ClientFault(
-            f"the prompt has {places} {kind} placeholders for {items} {kind} parts; "
-            "the text must not contain the model's placeholder"
-        )
+    if places == items:
+        return
+    why = "the text must not contain the model's placeholder"
+    if places < items:
+        why = "the model's chat template has to write one for each"
+    raise ClientFault(f"the prompt has {places} {kind} placeholders for {items} {kind} parts; {why}")
