@@ -121,7 +121,7 @@ class DoubleEngine(Engine):
         finally:
             self._active -= 1
 
-    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
+    def decode(self, request: EngineRequest, first: Step | None, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
         return self._stream(request, state)
 
     def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:

@@ -98,6 +98,8 @@ class EngineRequest:
     cache_salt: str | None = None
     dp_rank: int | None = None
     trace_headers: Mapping[str, str] | None = None
+    choices: int = 1
+    """Answers that the client asked for (`n`). Only `prefill` looks at it: with several it returns a state in any case."""
     media_hashes: tuple[str, ...] = ()
     """The frontend's hexadecimal hash of each media item, in order, for KV-aware routing; empty when it sent none."""
 
@@ -124,8 +126,8 @@ class EngineState:
 class Prefilled:
     """A finished context stage. `first` holds the first token; its `finish` is set when that token ended the request.
 
-    `prompt_token_ids` are the expanded ids. `state` is None when the request is finished, unless the engine still holds it
-    (`Engine.holds_until_decoded`) and decode has to abandon it.
+    `prompt_token_ids` are the expanded ids. `state` is None when the request is finished, unless other choices of it go on, or
+    the engine still holds it (`Engine.holds_until_decoded`) and decode has to abandon it.
     """
 
     first: Step
@@ -140,6 +142,9 @@ class Engine(ABC):
     holds_until_decoded: bool = False
     """True: prefill's engine keeps a request's KV cache until decode's has fetched it, so decode tells its engine of every
     hand-over, by `decode` or by `abandon`. False: `EngineState` is all there is."""
+
+    forks: bool = False
+    """True: `decode` can continue one state several times at once, and choose the first token as well."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -157,8 +162,11 @@ class Engine(ABC):
         """Run the context stage and choose the first token. `request.sampling.max_tokens` is the request's own."""
 
     @abstractmethod
-    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
-        """Continue a prefilled request after its `first` token, which is not yielded again.
+    def decode(
+        self, request: EngineRequest, first: Step | None, state: EngineState
+    ) -> AsyncGenerator[Step | Tokens, None]:
+        """Continue a prefilled request after its `first` token, which is not yielded again; None, where the engine `forks`:
+        choose that token, too.
 
         `request.prompt.token_ids` are the expanded ids and hold no media. Yields at least the final step.
         """

@@ -31,6 +31,8 @@ from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 from dynamo.trtllm.multimodal.kinds.registry import KINDS
 from dynamo.trtllm.multimodal.parts import TAKEN, MediaPart, at_part, require_known_content
 
+_MAX_CHOICES = 128
+"""As in OpenAI's API."""
 _MAX_UUID_CHARACTERS = 256
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NO_IDS: frozenset[int] = frozenset()
@@ -84,6 +86,7 @@ def parse_request(raw: Mapping[str, Any], context: Context) -> Request:
             cache_salt=cache_salt,
             dp_rank=_optional(_rank, routing, "dp_rank"),
             trace_headers=context.trace_headers(),
+            choices=_choices(raw),
             media_hashes=hashes if media else (),
         ),
         media=media,
@@ -123,11 +126,20 @@ def _sampling(raw: Mapping[str, Any], stop: Mapping[str, Any], output: Mapping[s
     )
 
 
+def _choices(raw: Mapping[str, Any]) -> int:
+    options = _mapping(raw, "sampling_options")
+    count = _optional(_choice_count, options, "n") or 1
+    best_of = _optional(_choice_count, options, "best_of")
+    if best_of is not None and best_of != count:
+        raise ClientFault(f"best_of must be n, which is {count}: all choices are given back, none is chosen")
+    return count
+
+
+def _choice_count(name: str, value: Any) -> int:
+    return _integer(name, value, 1, _MAX_CHOICES)
+
+
 def _refuse_unsupported(options: Mapping[str, Any], output: Mapping[str, Any]) -> None:
-    for name in ("n", "best_of"):
-        count = _optional(_integer, options, name)
-        if count is not None and count != 1:
-            raise ClientFault(f"{name} must be 1: this worker gives one choice per request, not {count}")
     if _optional(_truth, options, "use_beam_search"):
         raise ClientFault("beam search is not supported")
     if _optional(_count, output, "prompt_logprobs") is not None:  # what the frontend makes of `echo`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any
 
 from dynamo.trtllm.core import Context
@@ -12,6 +13,7 @@ from dynamo.trtllm.frontend.response import Output
 from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
+from dynamo.trtllm.request_handlers.choices import generate_all
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.transfer.port import Transfer
 
@@ -34,7 +36,10 @@ class AggregatedHandler(HandlerBase):
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
         request = parse_request(raw, context)
-        answer = self._engine.generate(await self._processor.prepare(request, context))
+        asked = await self._processor.prepare(request, context)
+        if asked.choices > 1:
+            return generate_all(self._engine, asked, partial(self._stops.watch, request))
+        answer = self._engine.generate(asked)
         return await self._stops.watch(request, answer) if request.stop_strings else answer
 
     async def close(self) -> None:

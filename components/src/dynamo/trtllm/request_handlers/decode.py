@@ -7,17 +7,19 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dynamo.trtllm.core import Context, Prompt, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState
 from dynamo.trtllm.errors import PeerFault, WorkerError
 from dynamo.trtllm.frontend.request import Request, parse_request
-from dynamo.trtllm.frontend.response import Output
+from dynamo.trtllm.frontend.response import Chunk, Output
 from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.metrics import PREFILL_RETRIES, Readings
 from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.peers.prefill import PrefillPeers
+from dynamo.trtllm.request_handlers.choices import continue_all, require_forks
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.transfer.port import Transfer
 
@@ -43,6 +45,9 @@ class DecodeHandler(HandlerBase):
         request = parse_request(raw, context)
         if request.is_health_check:
             return self._canary(request)
+        if request.engine_request.choices > 1:
+            require_forks(self._engine, request.engine_request)
+            return self._decode_all(request, context)
         answer = self._decode(request, context)
         return await self._stops.watch(request, answer) if request.stop_strings else answer
 
@@ -69,6 +74,19 @@ class DecodeHandler(HandlerBase):
                     yield _with_cached(step, handoff.cached_tokens)
         finally:
             state.release()
+
+    async def _decode_all(self, request: Request, context: Context) -> AsyncGenerator[Chunk, None]:
+        """All choices of a request, each continued from the one KV cache."""
+        handoff = await self._handoff(request, context)
+        asked, first = _continued(request.engine_request, handoff), handoff.first_step()
+        if first.finish is None and asked.sampling.max_tokens == 1:
+            first = first._replace(finish="length", usage=handoff.usage())
+        async with self._reading(handoff, asked, self._state(handoff, request, context)) as reading:
+            state = await reading
+        answers = continue_all(self._engine, asked, first, state, partial(self._stops.watch, request))
+        async with aclosing(answers) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _handoff(self, request: Request, context: Context) -> Handoff:
         """The hand-off that came with the request, or a new one where the frontend could not reach its prefill worker."""

@@ -14,6 +14,7 @@ from dynamo.trtllm.frontend.response import Chunk, to_chunk
 from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.messages import Handoff, wire_logprobs
+from dynamo.trtllm.request_handlers.choices import require_forks
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
@@ -32,6 +33,7 @@ class PrefillHandler(HandlerBase):
         request = parse_request(raw, context)
         if request.is_health_check:
             return self._canary(request)
+        require_forks(self._engine, request.engine_request)
         return self._prefill(_for_context_stage(await self._processor.prepare(request, context)))
 
     async def _prefill(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:

@@ -112,7 +112,11 @@ class TensorRTLLMEngine(Engine):
         asked = self._submission
         return self._streams.read(request, lambda: asked.submit(request, asked.room(request)), 0, fetches_cache=False)
 
-    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
+    def decode(
+        self, request: EngineRequest, first: Step | None, state: EngineState
+    ) -> AsyncGenerator[Step | Tokens, None]:
+        assert first is not None  # only an engine that forks is asked for the first token
+
         async def submit() -> Submitted:
             if request.prompt.media:
                 raise EngineFault("decode was given media, which prefill has dealt with")

@@ -36,6 +36,8 @@ from dynamo.trtllm.model_files import resolve_model
 class TransformersEngine(Engine):
     """See the package. Requests share the worker's thread and the pool that prepares images; all else is per request."""
 
+    forks = True
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._options: EngineOptions = parse_options(config.args)
@@ -126,7 +128,9 @@ class TransformersEngine(Engine):
             raise
         return prefilled
 
-    def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step, None]:
+    def decode(
+        self, request: EngineRequest, first: Step | None, state: EngineState
+    ) -> AsyncGenerator[Step, None]:
         """See the port. `state` is read at the first step; release it when a step has come, or when the stream has ended."""
         return self._stream(request, lambda: self._require_intake().continued(request, first, state))
 

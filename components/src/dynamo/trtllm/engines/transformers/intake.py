@@ -42,6 +42,8 @@ class Intake:
         for position, (before, after) in zip(prompt.positions()[1:], itertools.pairwise(images), strict=True):
             if before.stop >= after.start:
                 raise PartFault(position, "there must be at least one token between two images", kind=after.item.kind)
+        if request.choices > 1 and images and images[-1].stop == length:
+            raise PartFault(prompt.positions()[-1], "with n above 1 text must follow it", kind=images[-1].item.kind)
         _require_known_ids(prompt.token_ids, images if stage is not Stage.DECODE else None, loaded)
         room = self.context_length - length
         longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -58,6 +60,7 @@ class Intake:
             eos_ids=eos,
             blocks=-(-held // self.options.tokens_per_block),
             sink=Sink(),
+            keeps_state=request.choices > 1,
         )
 
     def _span(self, token_ids: Sequence[int], media: PlacedMedia, position: int) -> ImageSpan:
@@ -76,8 +79,13 @@ class Intake:
                 raise PartFault(position, f"its embeddings are not the {wanted} that the prompt needs", kind=item.kind)
         return ImageSpan(item, media.start, media.start + media.length)
 
-    def continued(self, request: EngineRequest, first: Step, state: EngineState) -> EngineSequence:
-        """The sequence of a request whose context stage ran elsewhere."""
+    def continued(self, request: EngineRequest, first: Step | None, state: EngineState) -> EngineSequence:
+        """The sequence of a request whose context stage ran before, here or elsewhere.
+
+        Without a first token the last token of the prompt is computed once more: its logits are those that choose it.
+        """
+        if first is None:
+            return self._forked(request, state)
         if len(first.token_ids) != 1 or first.finish is not None:
             raise EngineFault("the prefill worker handed over a request that has no token to continue")
         loaded = self.loaded
@@ -88,6 +96,15 @@ class Intake:
         sequence.keys, sequence.values = keys, values
         sequence.rope_delta, sequence.choice.seed = delta, seed
         sequence.last_token, sequence.output = first.token_ids[0], 1
+        return sequence
+
+    def _forked(self, request: EngineRequest, state: EngineState) -> EngineSequence:
+        if len(request.prompt.token_ids) == 1:
+            return self.sequence(request, Stage.GENERATE)
+        sequence = self.sequence(request, Stage.DECODE)
+        keys, values, delta, _ = unpack_state(state, self.loaded.cache_shape, len(sequence.prompt_ids))
+        sequence.keys, sequence.values, sequence.rope_delta = keys[:, :, :-1], values[:, :, :-1], delta
+        sequence.last_token = sequence.prompt_ids[-1]
         return sequence
 
 

@@ -136,10 +136,10 @@ class Scheduler:
 
     def _attach(self, sequence: Sequence) -> None:
         """Take over a request whose context stage ran elsewhere."""
-        first = sequence.last_token
-        sequence.choice.begin((*sequence.prompt_ids, first), self._runner.vocabulary, self._runner.device)
-        if sequence.choice.grammar is not None:
-            sequence.choice.grammar.take(first)
+        given = (sequence.last_token,) if sequence.output else ()
+        sequence.choice.begin((*sequence.prompt_ids, *given), self._runner.vocabulary, self._runner.device)
+        if sequence.choice.grammar is not None and given:
+            sequence.choice.grammar.take(sequence.last_token)
         self._join(sequence)
 
     def _account(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _first_token(self, sequence: Sequence, step: Step) -> None:
         if sequence.stage is Stage.PREFILL:
-            state = None if step.finish else self._state(sequence)
+            state = None if step.finish and not sequence.keeps_state else self._state(sequence)
             self.events.append((sequence.sink, Prefilled(step, sequence.prompt_ids, state)))
             self._free(sequence)
             return

@@ -52,6 +52,8 @@ class Sequence:
     blocks: int
     """KV cache blocks that are set aside for it while it runs."""
     sink: Any = field(repr=False)
+    keeps_state: bool = False
+    """Other choices go on from the context stage's state, whether this one has ended or not."""
     output: int = 0
     """Tokens given out so far, the first included."""
     last_token: int = 0
