@@ -175,6 +175,35 @@ def check_uuids(cluster: Cluster, server: PictureServer) -> None:
         assert (refused.status, refused.message) == (400, f"image 1: {words}")
 
 
+def choices_of(answer: Answer) -> list[tuple[str, str]]:
+    """Text and finish reason of each choice, in order."""
+    if not answer.events:
+        return [(each["message"]["content"], each["finish_reason"]) for each in answer.body["choices"]]
+    texts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    for each in (choice for event in answer.events for choice in event.get("choices", ())):
+        texts[each["index"]] = texts.get(each["index"], "") + (each["delta"].get("content") or "")
+        ends |= {each["index"]: each["finish_reason"]} if each.get("finish_reason") else {}
+    return [(texts[index], ends[index]) for index in sorted(texts)]
+
+
+def check_choices(cluster: Cluster, server: PictureServer) -> None:
+    """With n, choice i is the answer to the request with `seed + i`; the image is fetched once, and one token is no answer."""
+    content = [picture(server.picture_url(95)), text(QUESTION)]
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.6, "stop": ["on"]}
+    singles = [choices_of(cluster.chat(content, seed=70 + index, **options))[0] for index in range(4)]
+    server.hits.clear()
+    content[0] = picture(server.picture_url(95) + "?again")
+    together = cluster.chat(content, seed=70, n=4, **options)
+    assert choices_of(together) == singles
+    assert sum(server.hits.values()) == 1
+    streamed = cluster.chat(content, seed=70, n=4, stream=True, stream_options={"include_usage": True}, **options)
+    assert choices_of(streamed) == singles
+    assert streamed.usage == {**together.usage, "prompt_tokens_details": streamed.usage.get("prompt_tokens_details")}
+    short = cluster.chat(content, seed=70, n=3, max_tokens=1, temperature=1.6)
+    assert [end for _, end in choices_of(short)] == ["length"] * 3
+
+
 def anthropic(stop: str) -> dict[str, Any]:
     """The same question in Anthropic's words."""
     data = base64.b64encode(png(draw(EMBEDDED_SEED))).decode()
@@ -218,6 +247,7 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
             assert embedded.text == pictured.text
             check_uuids(cluster, server)
             check_stop_strings(cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)])
+            check_choices(cluster, server)
             for worker in deployment.workers.get("decode", []):
                 assert "dynamo_trtllm_media_cache_entries" not in worker.metrics()
     return found

@@ -32,9 +32,9 @@ def test_answers_do_not_depend_on_discovery_or_planes(
         answer = cluster.chat("what is in the picture?", max_tokens=8, ignore_eos=True)
         assert (answer.status, answer.usage["completion_tokens"]) == (200, 8)
         assert answer.text == reference_text()
-        refused = cluster.chat("hi", n=2)
+        refused = cluster.chat("hi", guided_json={}, guided_whitespace_pattern=" ")
         assert refused.status == 400
-        assert "n must be 1" in refused.message
+        assert "guided_whitespace_pattern is not supported" in refused.message
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
         wait_until(lambda: cluster.chat("hi", max_tokens=1).status in (404, 503), "the model's leaving")

@@ -11,10 +11,14 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 from processes.cluster import Cluster, Managed, wait_until
+
+REFUSED: dict[str, Any] = {"guided_json": {}, "guided_whitespace_pattern": " "}
+"""What the frontend takes and the worker refuses."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def test_logprobs_come_one_per_token_with_their_alternatives(cluster: Cluster, w
     ("options", "words"),
     [
         ({"max_tokens": 0}, "must be greater than 0"),
-        ({"n": 2}, "n must be 1"),
+        (REFUSED, "guided_whitespace_pattern is not supported"),
         ({"repetition_penalty": 0.0}, "Repetition penalty must be between 0 and 2"),
     ],
 )
@@ -165,7 +169,7 @@ def test_a_client_that_reads_nothing_does_not_hold_up_others(cluster: Cluster, w
 def test_metrics_count_requests_by_how_they_ended(cluster: Cluster, worker: Managed) -> None:
     before = worker.metrics()
     assert cluster.chat("hi", max_tokens=3).status == 200
-    assert cluster.chat("hi", max_tokens=3, n=3).status == 400
+    assert cluster.chat("hi", max_tokens=3, **REFUSED).status == 400
     after = worker.metrics()
     assert after["dynamo_trtllm_requests_total:completed"] == before["dynamo_trtllm_requests_total:completed"] + 1
     assert after["dynamo_trtllm_requests_total:refused"] == before.get("dynamo_trtllm_requests_total:refused", 0) + 1
@@ -173,7 +177,7 @@ def test_metrics_count_requests_by_how_they_ended(cluster: Cluster, worker: Mana
 
 def test_a_request_that_is_refused_or_left_has_one_line_in_the_log_and_no_traceback(cluster: Cluster, worker: Managed) -> None:
     log = worker.text()
-    assert [cluster.chat("hi", n=2, stream=stream).status for stream in (False, True)] == [400, 400]
+    assert [cluster.chat("hi", **REFUSED, stream=stream).status for stream in (False, True)] == [400, 400]
     key = "dynamo_trtllm_requests_total:cancelled"
     before = worker.metrics().get(key, 0)
     with open_stream(cluster, 100_000):
@@ -187,7 +191,7 @@ def test_a_request_that_is_refused_or_left_has_one_line_in_the_log_and_no_traceb
     assert ("cancelled", "the client went away") in [(outcome, reason.strip()) for _, outcome, reason in ours]
     refusals = [reason for _, outcome, reason in ours if outcome == "refused"]
     assert len(refusals) == 2
-    assert all(reason.startswith("n must be 1") for reason in refusals)
+    assert all(reason.startswith("guided_whitespace_pattern is not") for reason in refusals)
     assert len({name for name, _, _ in ours}) == len(ours)
 
 
@@ -199,7 +203,7 @@ def test_the_pull_arm_serves_the_same_answers(cluster: Cluster, worker: Managed)
         other.wait_listed()
         pulled = other.chat("the same question", max_tokens=9)
         assert (pulled.text, pulled.usage) == (pushed.text, pushed.usage)
-        assert other.chat("hi", n=2).status == 400
+        assert other.chat("hi", **REFUSED).status == 400
 
 
 def script(**values: object) -> list[str]:

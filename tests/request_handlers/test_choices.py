@@ -18,9 +18,10 @@ from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.errors import ClientFault, EngineFault
+from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.frontend.response import Chunk, Output
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from dynamo.trtllm.request_handlers.choices import Answer, continue_all, generate_all, require_forks
+from dynamo.trtllm.request_handlers.choices import Answer, answers_of, continue_all, generate_all, require_forks
 from engines.contract import generate, place, request
 
 IDS = tuple(range(300, 316))
@@ -218,3 +219,21 @@ async def test_an_image_at_the_very_end_of_the_prompt_is_named(engine: Transform
     bare = replace(asked, prompt=Prompt(asked.prompt.token_ids[:end], asked.prompt.media), choices=2)
     with pytest.raises(ClientFault, match="image 1: with n above 1 text must follow it"):
         await asyncio.wait_for(collect(generate_all(engine, bare, unwatched), 2), 60)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("shown", [False, True])
+async def test_the_best_choices_are_those_of_the_highest_mean_log_probability(engine: TransformersEngine, shown: bool) -> None:
+    asked = replace(request(IDS, logprobs=0, **{**SAMPLED, "ignore_eos": False}), choices=6)
+    singles = []
+    for index in range(6):
+        sampling = replace(asked.sampling, seed=SAMPLED["seed"] + index)
+        singles.append(await generate(engine, replace(asked, sampling=sampling, choices=1)))
+    means = [sum(p.chosen.logprob for p in each.logprobs) / max(1, len(each.token_ids)) for each in singles]
+    ranked = sorted(range(6), key=lambda index: -means[index])
+    asking = Request(model="m", engine_request=asked, best_choices=2, shows_logprobs=shown)
+    tokens, chunks = await collect(answers_of(asking, generate_all(engine, asked, unwatched)), 2)
+    assert tokens == [singles[index].token_ids for index in ranked[:2]]
+    assert len(chunks) == 2
+    assert all(("log_probs" in chunk) is shown for chunk in chunks)
+    assert [chunk["finish_reason"] for chunk in chunks] == [singles[index].finish for index in ranked[:2]]

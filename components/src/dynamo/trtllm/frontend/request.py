@@ -11,7 +11,7 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -52,10 +52,14 @@ class Request:
     """`mm_processor_kwargs` as they came: which of them the model knows is for its engine to say."""
     handoff: Mapping[str, Any] | None = None
     """What the frontend brings to decode from prefill's reply: its `disaggregated_params`."""
+    best_choices: int | None = None
+    """How many of the engine request's choices are given back, the best ones (`best_of`); None: all of them."""
     stop_strings: tuple[str, ...] = ()
     """The answer ends where the first of them is complete in its text; none is empty."""
     skips_special_tokens: bool = True
     """False: the text of special tokens counts when stop strings are looked for."""
+    shows_logprobs: bool = True
+    """False: log probabilities are only there to choose the best answers by."""
     is_health_check: bool = False
     original: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The frontend's mapping as it came, for one use: asking another prefill worker the same (`peers.prefill`)."""
@@ -73,24 +77,31 @@ def parse_request(raw: Mapping[str, Any], context: Context) -> Request:
     if messages is not None:
         require_known_content(messages)
     stop, output = _mapping(raw, "stop_conditions"), _mapping(raw, "output_options")
+    returned, best_of = _choices(raw)
     data, cache_salt = _mapping(raw, "multi_modal_data"), _optional(_string, routing, "cache_salt")
     media = _media(raw, data, messages, cache_salt) if data or messages or raw.get("multi_modal_uuids") else ()
+    sampling, is_ranked = _sampling(raw, stop, output), best_of > returned
+    shows_logprobs = sampling.logprobs is not None or not is_ranked
+    if not shows_logprobs:
+        sampling = replace(sampling, logprobs=0)
     hashes = _optional(_strings, extra, "mm_hashes") or ()
     return Request(
         model=str(raw.get("model", "")),
         engine_request=EngineRequest(
             request_id=context.id(),
             prompt=Prompt(prompt_ids(raw.get("token_ids")), (), _optional(_string, extra, "formatted_prompt")),
-            sampling=_sampling(raw, stop, output),
+            sampling=sampling,
             priority=_optional(_number, routing, "priority"),
             cache_salt=cache_salt,
             dp_rank=_optional(_rank, routing, "dp_rank"),
             trace_headers=context.trace_headers(),
-            choices=_choices(raw),
+            choices=max(returned, best_of),
             media_hashes=hashes if media else (),
         ),
         media=media,
         processor_options=_mapping(raw, "mm_processor_kwargs"),
+        best_choices=returned if is_ranked else None,
+        shows_logprobs=shows_logprobs,
         handoff=_optional(_object, _mapping(raw, "prefill_result"), "disaggregated_params"),
         stop_strings=tuple(filter(None, _optional(_strings, stop, "stop") or ())),
         skips_special_tokens=output.get("skip_special_tokens") is not False,
@@ -126,13 +137,13 @@ def _sampling(raw: Mapping[str, Any], stop: Mapping[str, Any], output: Mapping[s
     )
 
 
-def _choices(raw: Mapping[str, Any]) -> int:
+def _choices(raw: Mapping[str, Any]) -> tuple[int, int]:
+    """`n`, and `best_of` or 1."""
     options = _mapping(raw, "sampling_options")
-    count = _optional(_choice_count, options, "n") or 1
-    best_of = _optional(_choice_count, options, "best_of")
-    if best_of is not None and best_of != count:
-        raise ClientFault(f"best_of must be n, which is {count}: all choices are given back, none is chosen")
-    return count
+    count, best_of = (_optional(_choice_count, options, name) for name in ("n", "best_of"))
+    if best_of is not None and best_of < (count or 1):
+        raise ClientFault(f"best_of must be at least n, which is {count or 1}")
+    return count or 1, best_of or 1
 
 
 def _choice_count(name: str, value: Any) -> int:

@@ -13,7 +13,7 @@ from dynamo.trtllm.frontend.response import Output
 from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
-from dynamo.trtllm.request_handlers.choices import generate_all
+from dynamo.trtllm.request_handlers.choices import answers_of, generate_all
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.transfer.port import Transfer
 
@@ -38,7 +38,7 @@ class AggregatedHandler(HandlerBase):
         request = parse_request(raw, context)
         asked = await self._processor.prepare(request, context)
         if asked.choices > 1:
-            return generate_all(self._engine, asked, partial(self._stops.watch, request))
+            return answers_of(request, generate_all(self._engine, asked, partial(self._stops.watch, request)))
         answer = self._engine.generate(asked)
         return await self._stops.watch(request, answer) if request.stop_strings else answer
 

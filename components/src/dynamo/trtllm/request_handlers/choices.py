@@ -1,8 +1,9 @@
-"""Several choices of one request (`n`): its prompt is computed once, then each choice goes on by itself, and all leave together."""
+"""Several choices of one request (`n`): one prompt is computed, then each choice goes on by itself, and all leave together."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -11,11 +12,18 @@ from typing import Any
 from dynamo.trtllm.core import Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineRequest, EngineState
 from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.frontend.response import Chunk, Output, to_chunk
 
+_LOGPROBS = ("log_probs", "logprobs")
 Answer = AsyncGenerator[Output, None]
 Watch = Callable[[Answer], Awaitable[Answer]]
 """Ends one choice's answer at the request's stop strings."""
+
+
+def answers_of(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
+    """Of all choices' `chunks` those that are given back: as they come, or the best ones when all have ended."""
+    return chunks if request.best_choices is None else _best(request.best_choices, chunks, request.shows_logprobs)
 
 
 def require_forks(engine: Engine, request: EngineRequest) -> None:
@@ -72,6 +80,24 @@ async def _first_choice(
         async with aclosing(engine.decode(request, first, state)) as steps:
             async for step in steps:
                 yield step
+
+
+async def _best(count: int, chunks: AsyncGenerator[Chunk, None], shows_logprobs: bool) -> AsyncGenerator[Chunk, None]:
+    """The `count` choices whose tokens have the highest mean log probability, best first, each whole in one chunk."""
+    whole: dict[int, Chunk] = {}
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            answer = whole.setdefault(chunk["index"], {"token_ids": [], "log_probs": [], "top_logprobs": []})
+            for name, value in chunk.items():
+                answer[name] = [*answer[name], *value] if isinstance(value, (list, tuple)) else value
+    ranked = sorted(whole.values(), key=lambda answer: -_mean(answer["log_probs"]))
+    for index, answer in enumerate(ranked[:count]):
+        kept = (name for name in answer if answer[name] != [] and (shows_logprobs or not name.endswith(_LOGPROBS)))
+        yield {"token_ids": [], **{name: answer[name] for name in kept}, "index": index}
+
+
+def _mean(logprobs: Sequence[float]) -> float:
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf
 
 
 async def _side_by_side(answers: Sequence[Answer], watch: Watch) -> AsyncGenerator[Chunk, None]:

@@ -19,7 +19,7 @@ from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.metrics import PREFILL_RETRIES, Readings
 from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.peers.prefill import PrefillPeers
-from dynamo.trtllm.request_handlers.choices import continue_all, require_forks
+from dynamo.trtllm.request_handlers.choices import answers_of, continue_all, require_forks
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
 from dynamo.trtllm.transfer.port import Transfer
 
@@ -47,7 +47,7 @@ class DecodeHandler(HandlerBase):
             return self._canary(request)
         if request.engine_request.choices > 1:
             require_forks(self._engine, request.engine_request)
-            return self._decode_all(request, context)
+            return answers_of(request, self._decode_all(request, context))
         answer = self._decode(request, context)
         return await self._stops.watch(request, answer) if request.stop_strings else answer
 
