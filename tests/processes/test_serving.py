@@ -101,7 +101,9 @@ def test_what_cannot_be_served_is_a_400_twice_in_a_row(
 def test_media_sent_to_a_text_worker_is_refused_in_words(cluster: Cluster, worker: Managed, kind: str) -> None:
     answer = cluster.chat([{"type": "text", "text": "hi"}, {"type": kind, kind: {"url": "https://example.com/x"}}])
     assert answer.status == 400
-    assert "1: this worker serves a text model" in answer.message
+    name = kind.removesuffix("_url")
+    plural = {"audio": "audio"}.get(name, f"{name}s")
+    assert answer.message == f"{name} 1: the model demo takes no {plural} on this worker; it takes text only"
     assert "example.com" not in answer.message
 
 
