@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
 from dynamo.trtllm.core import DecodedImage, GuidedDecoding, Prompt, Step
 from dynamo.trtllm.engines.double import DoubleEngine
@@ -99,10 +100,10 @@ async def test_choices_answer_as_requests_with_their_seeds_do(engine: Transforme
 
 @pytest.mark.asyncio
 async def test_the_prompt_is_computed_once_and_everything_is_free_afterwards(engine: TransformersEngine) -> None:
-    before = engine.stats()["prompt_tokens_total"]
+    before = engine.stats()[metrics.ENGINE_PROMPT_TOKENS]
     await collect(generate_all(engine, replace(request(IDS, **SAMPLED), choices=5), unwatched), 5)
-    assert engine.stats()["prompt_tokens_total"] == before + len(IDS)
-    assert (engine.stats()["active_requests"], engine.stats()["used_kv_blocks"]) == (0, 0)
+    assert engine.stats()[metrics.ENGINE_PROMPT_TOKENS] == before + len(IDS)
+    assert (engine.stats()[metrics.ENGINE_ACTIVE], engine.stats()[metrics.ENGINE_USED_BLOCKS]) == (0, 0)
 
 
 @pytest.mark.asyncio
@@ -171,7 +172,7 @@ async def test_each_choice_is_watched_for_stop_strings_by_itself(engine: Transfo
     assert sorted(map(len, tokens)) == [2, 20, 20]
     assert all(each == whole[: len(each)] for each, whole in zip(tokens, expected, strict=True))
     assert sum(chunk.get("stop_reason") == "word" for chunk in chunks) == 1
-    assert engine.stats()["active_requests"] == 0
+    assert engine.stats()[metrics.ENGINE_ACTIVE] == 0
 
 
 @pytest.mark.asyncio
@@ -182,7 +183,7 @@ async def test_closing_the_stream_ends_all_choices(engine: TransformersEngine) -
     assert seen == {0, 1, 2}
     other = await generate(engine, request(IDS, max_tokens=4))
     assert len(other.token_ids) <= 4
-    assert (engine.stats()["active_requests"], engine.stats()["used_kv_blocks"]) == (0, 0)
+    assert (engine.stats()[metrics.ENGINE_ACTIVE], engine.stats()[metrics.ENGINE_USED_BLOCKS]) == (0, 0)
 
 
 @pytest.mark.asyncio
