@@ -175,7 +175,9 @@ async def test_a_read_that_the_library_lets_go_of_late_gives_its_memory_back_onl
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("call", CALLS)
-async def test_a_call_that_does_not_return_is_noticed_and_holds_up_nobody(library: Library, start: Start, call: str) -> None:
+async def test_a_call_that_does_not_return_is_noticed_and_named_and_holds_up_nobody(
+    library: Library, start: Start, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
     sender, other, reader = await start(), await start(), await start()
     # Known on the thread alone: calls to a peer that is connected may be made on the event loop.
     library.hold = call in ("check_xfer_state", "remove_remote_agent")
@@ -187,6 +189,7 @@ async def test_a_call_that_does_not_return_is_noticed_and_holds_up_nobody(librar
         others = [asyncio.create_task(fetched(reader, other, value, SHORT_S)) for value in range(4)]
         await asyncio.wait_for(asyncio.gather(first, *others), DEADLINE_S)
         await until(lambda: dead(reader))
+        assert f" > {call} > " in caplog.text
         await until(lambda: reader.stats().reads_in_flight <= 1)
         library.hold = False
     await until(lambda: settled(reader))

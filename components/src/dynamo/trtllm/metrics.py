@@ -201,6 +201,12 @@ TRANSFER_RETRIES = Counter(
 TRANSFER_READS = Gauge(
     "dynamo_trtllm_transfer_reads_in_flight", "reads", "Reads that have not ended.", _READERS
 )
+TRANSFER_LOST_READS = Gauge(
+    "dynamo_trtllm_transfer_lost_reads",
+    "reads",
+    "Reads that could not be stopped; their memory stays out of use.",
+    _READERS,
+)
 TRANSFER_WAITING = Gauge(
     "dynamo_trtllm_transfer_waiting", "hand-overs", "Offers and reads that wait for memory.", _ALL
 )

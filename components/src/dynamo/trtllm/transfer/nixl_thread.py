@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -96,7 +97,16 @@ class AgentThread:
             return
         limit_s = max(LONGEST_CALL_S, self._abandon_after_s)
         if not self._thread.is_alive() or self._standstill.still_s(self._turns) > limit_s:
+            logger.critical("the transfer thread has been in these calls for %g s: %s", limit_s, self._calls_under_way())
             raise TransferDead(f"no call of the transfer library NIXL has returned or succeeded for {limit_s:g} s")
+
+    def _calls_under_way(self) -> str:
+        """On the event loop: names of the functions that the thread is in, outermost first."""
+        frame, names = sys._current_frames().get(self._thread.ident or 0), list[str]()
+        while frame is not None:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return " > ".join(reversed(names)) or "none, it has ended"
 
     def watch(self, look: Callable[[], list[int] | None], on_arrival: Callable[[list[int]], None]) -> None:
         """Ask `look` for what peers have written into this process (None while nothing is expected), and call `on_arrival`

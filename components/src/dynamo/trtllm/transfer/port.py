@@ -163,6 +163,7 @@ class TransferStats:
             metrics.TRANSFER_FAILURES: self.failures_total,
             metrics.TRANSFER_RETRIES: self.retries_total,
             metrics.TRANSFER_READS: self.reads_in_flight,
+            metrics.TRANSFER_LOST_READS: self.lost_reads,
             metrics.TRANSFER_WAITING: self.waiting_offers,
             metrics.TRANSFER_OWN_REGISTRATIONS: self.own_registrations,
             metrics.TRANSFER_POOL_BYTES: self.pool_bytes,
