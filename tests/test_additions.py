@@ -300,6 +300,17 @@ def test_a_tensorrt_llm_release_is_a_file_and_a_line(copied: CopiedPackage, tmp_
     assert len(copied.touched) == 2
 
 
+def test_a_model_family_of_the_portable_engine_is_a_row(copied: CopiedPackage, tmp_path: Path) -> None:
+    """A model that Transformers has and the table has not: refused without the row, served with it."""
+    program = f"DIRECTORY = {str(tmp_path / 'vipllava')!r}; sys.path.append({str(Path(__file__).parent)!r})\n{ASK_VIPLLAVA}"
+    refused = copied.ask(program)
+    assert refused.startswith("VipLlavaForConditionalGeneration is not supported by the portable engine")
+    row = '    "vipllava": Family("VipLLaVA", _llava_tokens, _repeat, _no_extras),'
+    copied.add_line("engines/transformers/families.py", '"llava": Family(', row)
+    assert copied.ask(program) == ["VipLLaVA", 4, 6]
+    assert len(copied.touched) == 1
+
+
 PARROT = '''
 """Says the prompt again."""
 
@@ -427,4 +438,48 @@ print(json.dumps({
     "faults": [each for each in find_faults(config) if "brand_n" in each],
     "source": SOURCES.get("D150"),
 }))
+'''
+ASK_VIPLLAVA = '''
+import asyncio, json
+import numpy as np
+import torch
+import transformers as tf
+from PIL import Image
+from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
+from dynamo.trtllm.core import DecodedImage, PlacedMedia, Prompt, Sampling
+from dynamo.trtllm.engines.factory import create_engine
+from dynamo.trtllm.engines.port import EngineRequest
+from dynamo.trtllm.errors import StartupError
+from engines import families
+
+def save():
+    tower = tf.CLIPVisionConfig(**families._CLIP, projection_dim=32)
+    text = tf.LlamaConfig(**families.text_config())
+    config = tf.VipLlavaConfig(
+        text_config=text, vision_config=tower, image_token_index=families.IMAGE, vision_feature_layers=[-1, -2]
+    )
+    _, processor = families.llava()
+    torch.manual_seed(0)
+    tf.VipLlavaForConditionalGeneration(config).eval().save_pretrained(DIRECTORY)
+    processor.save_pretrained(DIRECTORY)
+
+async def main():
+    save()
+    config = EngineConfig(kind=EngineKind.TRANSFORMERS, model_path=DIRECTORY, modality=Modality.MULTIMODAL, device="cpu")
+    engine = create_engine(config)
+    try:
+        info = await engine.start()
+        picture = Image.fromarray(np.zeros((28, 28, 3), np.uint8))
+        (item,) = await engine.encode([DecodedImage("d", picture)])
+        ids = (1, 20, *item.token_ids, 30)
+        prompt = Prompt(ids, (PlacedMedia(item, 2, len(item.token_ids)),))
+        request = EngineRequest(request_id="r", prompt=prompt, sampling=Sampling(max_tokens=6, ignore_eos=True))
+        steps = [step async for step in engine.generate(request)]
+        return [info.extras["family"], len(item.token_ids), sum(len(step.token_ids) for step in steps)]
+    except StartupError as error:
+        return error.message
+    finally:
+        await engine.close()
+
+print(json.dumps(asyncio.run(main())))
 '''
