@@ -72,7 +72,7 @@ async def main():
 asyncio.run(main())
 """
     out = run_in_process(code)
-    assert "image 1: its data URL is not valid base64 MediaPart(position=1, kind='image')" in out.stdout
+    assert "image 1: its data URL is not valid base64 MediaPart(position=1, kind='image', uuid=None, options={})" in out.stdout
     assert "SECRET" not in out.stdout + out.stderr
     assert len(out.stdout + out.stderr) < 2000
 

@@ -44,7 +44,7 @@ class MediaPart:
     """Empty where the part is its uuid alone."""
     uuid: str | None = None
     """The client's own name for the content, among those of `tenant`."""
-    tenant: str | None = None
+    tenant: str | None = field(default=None, repr=False)
     """Whose request it is (`cache_salt`): a uuid of one tenant means nothing to another."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The request's `mm_processor_kwargs`, checked, as far as they are for this kind."""
