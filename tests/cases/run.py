@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -21,6 +21,8 @@ from rich.table import Table
 from cases.files import write_files
 from cases.media import MediaServer, media_server
 from cases.suite import Case, Result, judge, load_cases, request_body, send
+from oracle import deployments
+from oracle.deployments import Which
 from processes.cluster import Cluster, free_port
 from processes.topologies import TOPOLOGIES, deploy
 
@@ -68,6 +70,29 @@ def deployment(topology: str, folder: Path, model_path: str = "demo") -> Iterato
         yield cluster.url
 
 
+@contextmanager
+def over_the_double(which: Which, topology: str, folder: Path) -> Iterator[str]:
+    """Dynamo's own component, or this project's, over TensorRT-LLM's double; gives the frontend's address."""
+    environment = {
+        **deployments.environment("1.3.0rc29"),
+        "DYN_MM_ALLOW_INTERNAL": "1",
+        "DYN_ENABLE_ANTHROPIC_API": "true",
+        "ALLOWED_LOCAL_MEDIA_PATH": str(folder),
+        "DYN_MM_LOCAL_PATH": str(folder),  # what theirs calls it
+        "DYN_TRTLLM_ALLOWED_LOCAL_MEDIA_PATH": str(folder),
+    }
+    with tempfile.TemporaryDirectory(prefix="rival-") as scratch, Cluster(env=environment) as cluster:
+        model, records = Path(scratch) / "model", Path(scratch) / "records"
+        model.mkdir()
+        records.mkdir()
+        workers = deployments.start(which, topology, cluster, deployments.model_directory(model), records)
+        deployments.wait_listed(cluster, workers)
+        deployments.wait_answering(cluster, f"{which} {topology}")
+        yield cluster.url
+        # A deployment that serves no more after the cases is the worst that they can do.
+        deployments.wait_answering(cluster, f"{which} {topology}, after the cases")
+
+
 def report(results: Sequence[Result], console: Console) -> None:
     """What went wrong, one line each, then the score."""
     table = Table(title="cases that are not right", show_lines=False)
@@ -84,31 +109,46 @@ def report(results: Sequence[Result], console: Console) -> None:
     ))  # fmt: skip
 
 
+def _deployments(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, AbstractContextManager[str]]]:
+    """What is asked, by name."""
+    if options.url is not None:
+        yield "running", nullcontext(options.url)
+        return
+    for topology in list(TOPOLOGIES) if options.topology == "all" else [options.topology]:
+        if options.rival:
+            yield f"Dynamo's own component, {topology}", over_the_double("theirs", topology, folder)
+            yield f"this project, {topology}", over_the_double("ours", topology, folder)
+        else:
+            yield topology, deployment(topology, folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests/cases/run", description=__doc__)
     parser.add_argument("--topology", choices=[*TOPOLOGIES, "all"], default="agg", help="what to deploy (default: agg)")
     parser.add_argument("--url", help="ask a deployment that runs already, at this address, instead of starting one")
     parser.add_argument("--model", default="demo", help="the name that requests ask for (default: demo)")
+    parser.add_argument(
+        "--rival",
+        action="store_true",
+        help="ask Dynamo's own component and this project's, both over TensorRT-LLM's double, which knows no answers: "
+        "only statuses, the words of errors and that each lives on are judged",
+    )
     parser.add_argument("--quick", action="store_true", help="only the subset that ./tests/run.sh runs")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name holds TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
     options = parser.parse_args(arguments)
     console = Console()
     cases = [c for c in load_cases() if (c.quick or not options.quick) and (options.only or "") in c.id]
-    topologies = list(TOPOLOGIES) if options.topology == "all" else [options.topology]
     results: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory(prefix="cases-") as scratch, media_server(free_port()) as media:
         folder = Path(scratch)
         write_files(folder)
-        for topology in topologies if options.url is None else ["running"]:
-            console.print(f"{topology}: {len(cases)} cases")
-            if options.url is not None:
-                found = list(track(run_cases(cases, options.url, options.model, media, folder), total=2 * len(cases)))
-            else:
-                with deployment(topology, folder) as url:
-                    found = list(track(run_cases(cases, url, options.model, media, folder), total=2 * len(cases)))
-            results[topology] = found
-            report(found, console)
+        for name, deployed in _deployments(options, folder):
+            console.print(f"{name}: {len(cases)} cases")
+            with deployed as url:
+                asked = run_cases(cases, url, options.model, media, folder, answers=not options.rival)
+                results[name] = list(track(asked, total=2 * len(cases), console=console))
+            report(results[name], console)
     if options.json:
         options.json.write_text(json.dumps({name: [asdict(r) for r in found] for name, found in results.items()}, indent=1))
     return 0 if all(r.verdict == "right" for found in results.values() for r in found) else 1

@@ -90,16 +90,11 @@ def observe(which: Which, topology: str, model: Path, folder: Path) -> Seen:
     """Deploy `topology`, ask `REQUESTS` one after the other, and return what was seen."""
     seen = Seen()
     with Cluster(env=environment("1.3.0rc29")) as cluster:
-        cluster.frontend()
-        workers = {role: _start(which, role, topology, cluster, model, folder / f"{role}.jsonl") for role in TOPOLOGIES[topology]}
+        workers = start(which, topology, cluster, model, folder)
         try:
-            for worker in workers.values():
-                cluster.wait_serving(worker)
-            cluster.wait_listed()
+            wait_listed(cluster, workers)
             _collect(seen, "", folder)
-            # A model is listed before every worker of it can be reached.
-            content, options = REQUESTS["one picture"]
-            wait_until(lambda: cluster.chat(content, **options).status == 200, f"a first answer of {which} {topology}")
+            wait_answering(cluster, f"{which} {topology}")
             _collect(seen, _WARM_UP, folder)
             for name, (content, options) in REQUESTS.items():
                 seen.answers[name] = cluster.chat(content, **options)
@@ -108,6 +103,24 @@ def observe(which: Which, topology: str, model: Path, folder: Path) -> Seen:
         finally:
             seen.logs = {role: worker.text() for role, worker in workers.items()}
     return seen
+
+
+def start(which: Which, topology: str, cluster: Cluster, model: Path, folder: Path) -> dict[str, Managed]:
+    """A frontend and one worker of each role; their calls into the library go to files of `folder`."""
+    cluster.frontend()
+    return {role: _start(which, role, topology, cluster, model, folder / f"{role}.jsonl") for role in TOPOLOGIES[topology]}
+
+
+def wait_listed(cluster: Cluster, workers: Mapping[str, Managed]) -> None:
+    for worker in workers.values():
+        cluster.wait_serving(worker)
+    cluster.wait_listed()
+
+
+def wait_answering(cluster: Cluster, name: str) -> None:
+    """A model is listed before every worker of it can be reached."""
+    content, options = REQUESTS["one picture"]
+    wait_until(lambda: cluster.chat(content, **options).status == 200, f"a first answer of {name}")
 
 
 def _start(which: Which, role: str, topology: str, cluster: Cluster, model: Path, record: Path) -> Managed:
