@@ -68,7 +68,9 @@ async def continue_all(
 def _choice(request: EngineRequest, index: int) -> EngineRequest:
     """Choice `index` as a request of its own. The seed counts on: choice i answers as a request with `seed + i`."""
     seed = request.sampling.seed
-    sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
+    sampling = request.sampling
+    if seed is not None and index:
+        sampling = replace(sampling, seed=(seed + index) % (1 << 64))
     return replace(request, request_id=f"{request.request_id}-{index}", sampling=sampling, choices=1)
 
 
