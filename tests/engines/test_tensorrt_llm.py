@@ -20,7 +20,7 @@ from dynamo.trtllm.engines.port import EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.request_ids import id_maker
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError
-from dynamo.trtllm.service.last_resort import EXIT_STUCK
+from dynamo.trtllm.last_resort import EXIT_STUCK
 from engines.contract import as_step, generate, split, steps_of
 from engines.tensorrt_llm_subject import (
     RELEASES,

@@ -25,8 +25,8 @@ from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, W
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerDead, WorkerError
 from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.last_resort import exit_after
 from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
-from dynamo.trtllm.service.last_resort import exit_after
 from dynamo.trtllm.service.metrics_page import MetricsPage
 from dynamo.trtllm.service.presence import Presence, Republished
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from dynamo.trtllm.engines.tensorrt_llm import private
-from dynamo.trtllm.service.last_resort import exit_after
+from dynamo.trtllm.last_resort import exit_after
 
 logger = logging.getLogger(__name__)
 

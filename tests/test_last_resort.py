@@ -17,7 +17,7 @@ STUCK = {
 def run(code: str) -> subprocess.CompletedProcess[str]:
     lines = (
         "import atexit, ctypes, threading",
-        "from dynamo.trtllm.service.last_resort import exit_after",
+        "from dynamo.trtllm.last_resort import exit_after",
         "exit_after(0.1)",
         code,
     )
