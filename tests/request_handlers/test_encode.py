@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from dynamo.trtllm import metrics
-from dynamo.trtllm.errors import EngineDead, LimitFault, Overloaded, PartFault, PeerFault
+from dynamo.trtllm.errors import ClientFault, EngineDead, LimitFault, Overloaded, PartFault, PeerFault
 from dynamo.trtllm.frontend.endpoint import Egress
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
@@ -80,6 +80,22 @@ async def test_a_fault_names_the_part_by_the_position_in_the_callers_request(sta
     worker = await start(stack)
     with pytest.raises(PartFault, match="image 4: its data URL is empty"):
         await worker.reply(asking("data:image/png,", position=4))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"tokens": 1001}, "tokens must be a whole number between 1 and 1000"), ({"size": 5}, "size is not known")],
+)
+async def test_options_that_its_model_does_not_know_are_refused_whoever_asks(
+    stack: AsyncExitStack, options: dict[str, Any], words: str
+) -> None:
+    worker = await start(stack)
+    assert len((await worker.reply({**asking(png_url(1)), "options": {"tokens": 7}})).token_ids) == 7
+    with pytest.raises(ClientFault, match=f"mm_processor_kwargs: {words}"):
+        await worker.reply({**asking(png_url(1)), "options": options})
+    with pytest.raises(PartFault, match="smell 1: this worker takes no smell"):
+        await worker.reply({**asking(png_url(1)), "kind": "smell"})
 
 
 @pytest.mark.asyncio

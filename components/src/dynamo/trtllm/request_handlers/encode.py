@@ -13,6 +13,7 @@ from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal.kinds.registry import plural_of
 from dynamo.trtllm.multimodal.loader import MediaLoader
+from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
@@ -37,7 +38,8 @@ class EncodeHandler(HandlerBase):
         yield {"token_ids": [], "finish_reason": "stop"}
 
     async def _reply(self, request: EncodeRequest) -> AsyncGenerator[Chunk, None]:
-        part = MediaPart(request.position, request.kind, request.url, request.uuid, request.tenant, request.options)
+        options = options_by_kind(request.options, self._info.media).get(request.kind, {})
+        part = MediaPart(request.position, request.kind, request.url, request.uuid, request.tenant, options)
         (item,) = await self._loader.load([part], TokenBudget(request.text_tokens, request.context_length))
         encoded = _require_encoded(part, item)
         offer = await self._transfer.offer(encoded.tensors)
