@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,17 @@ def test_what_dynamo_has_a_name_for_has_dynamos_name() -> None:
     assert metrics.MODEL_LOAD_TIME.name == f"{component}_{theirs.model_info.LOAD_TIME_SECONDS}"
     assert metrics.REQUESTS.name == f"{ours}_{theirs.work_handler.REQUESTS_TOTAL}"
     assert metrics.INFLIGHT_REQUESTS.name == f"{ours}_{theirs.work_handler.INFLIGHT_REQUESTS}"
+    assert metrics.REQUEST_DURATION.name == f"{ours}_{theirs.work_handler.REQUEST_DURATION_SECONDS}"
+    assert metrics.TIME_TO_FIRST_TOKEN.name == f"{ours}_{theirs.frontend_service.TIME_TO_FIRST_TOKEN_SECONDS}"
+    assert metrics.STAGE_DURATION.name == f"{ours}_{theirs.frontend_perf.STAGE_DURATION_SECONDS}"
     assert metrics.ENGINE_OUTPUT_TOKENS.name == f"{ours}_engine_{theirs.frontend_service.OUTPUT_TOKENS_TOTAL}"
     assert metrics.ENGINE_QUEUED.name == f"{ours}_engine_{theirs.frontend_service.QUEUED_REQUESTS}"
     assert metrics.ENGINE_ACTIVE.name == f"{ours}_engine_{theirs.frontend_service.ACTIVE_REQUESTS}"
 
 
-def test_the_readmes_table_of_metrics_is_the_declarations() -> None:
+@pytest.mark.parametrize("table", [metrics.table, metrics.stage_table])
+def test_the_readmes_tables_of_metrics_are_the_declarations(table: Callable[[], Iterator[str]]) -> None:
     lines = README.read_text().splitlines()
-    start = lines.index(next(metrics.table()))
+    start = lines.index(next(table()))
     shown = lines[start : lines.index("", start)]
-    assert shown == list(metrics.table()), "python -m dynamo.trtllm.metrics prints the table"
+    assert shown == list(table()), "python -m dynamo.trtllm.metrics prints the tables"

@@ -19,6 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric as MetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+
 from processes.prefork import Forked, die_with_parent, prefork
 
 START_DEADLINE_S = 120.0
@@ -84,6 +87,11 @@ class Managed:
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def families(self) -> dict[str, MetricFamily]:
+        """All metrics of the worker's page by name, counters without `_total`."""
+        page = http_get(f"http://127.0.0.1:{self.system_port}/metrics")
+        return {family.name: family for family in text_string_to_metric_families(page)}
 
     def metrics(self) -> dict[str, float]:
         """The worker's own metrics by name, labels other than `outcome` left out."""

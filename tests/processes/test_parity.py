@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from dynamo.trtllm.config import Role
 from dynamo.trtllm.demo.pictures import draw
+from dynamo.trtllm.metrics import METRICS, STAGE_DURATION
 from dynamo.trtllm.multimodal.uuids import PREPARED_OTHERWISE, UNKNOWN
 from processes.cluster import Answer, Cluster
 from processes.media import PictureServer, picture_server, png
@@ -204,6 +206,43 @@ def check_choices(cluster: Cluster, server: PictureServer) -> None:
     assert [end for _, end in choices_of(short)] == ["length"] * 3
 
 
+ONLY_TENSORRT_LLM = {
+    "dynamo_trtllm_engine_kv_events_total",
+    "dynamo_trtllm_engine_iteration_seconds",
+    "dynamo_trtllm_engine_gpu_memory_bytes",
+    "dynamo_component_kv_cache_hit_rate",
+}
+ASKING_ENCODERS = {"dynamo_trtllm_encode_retries_total", "dynamo_trtllm_inflight_encode_calls"}
+DECODING = {"dynamo_trtllm_media_decoding_images"}
+LOCAL_STAGES = {"fetch", "media_decode", "encode"}
+REMOTE_STAGES = {"remote_encode", "embedding_handover"}
+STAGES_OF = {
+    "agg": {"queue", "prepare", "prefill"},
+    "prefill": {"queue", "prepare", "prefill", "kv_handover", "reply"},
+    "decode": {"queue", "prepare", "kv_handover", "reply"},
+    "encode": {"queue", "prepare", "embedding_handover", "reply", *LOCAL_STAGES},
+}
+
+
+def check_metrics(deployment: Deployment) -> None:
+    """Each worker shows the metrics that its role and its place in the topology have, and no other."""
+    apart = "encode" in deployment.roles
+    for role, workers in deployment.workers.items():
+        declared = {metric.name for metric in METRICS if Role(role) in metric.roles}
+        absent = ONLY_TENSORRT_LLM | (DECODING if apart and role != "encode" else set() if apart else ASKING_ENCODERS)
+        if role == "agg" and not apart:
+            absent |= {name for name in declared if name.startswith("dynamo_trtllm_transfer_")}
+        expected = STAGES_OF[role] | ((REMOTE_STAGES if apart else LOCAL_STAGES) if role in ("agg", "prefill") else set())
+        for worker in workers:
+            families = worker.families()
+            shown = {name for name in (metric.name for metric in METRICS) if name.removesuffix("_total") in families}
+            assert shown == declared - absent, (deployment.name, role)
+            samples = families[STAGE_DURATION.name].samples
+            assert {s.labels["role"] for s in samples} == {role}
+            completed = {s.labels["stage"] for s in samples if s.labels["outcome"] == "completed"}
+            assert completed == expected, (deployment.name, role)
+
+
 def anthropic(stop: str) -> dict[str, Any]:
     """The same question in Anthropic's words."""
     data = base64.b64encode(png(draw(EMBEDDED_SEED))).decode()
@@ -248,8 +287,7 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
             check_uuids(cluster, server)
             check_stop_strings(cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)])
             check_choices(cluster, server)
-            for worker in deployment.workers.get("decode", []):
-                assert "dynamo_trtllm_media_cache_entries" not in worker.metrics()
+            check_metrics(deployment)
     return found
 
 

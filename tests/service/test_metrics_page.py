@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from time import perf_counter
+
 import pytest
 from prometheus_client import generate_latest
 
@@ -9,6 +12,7 @@ from dynamo.trtllm import metrics
 from dynamo.trtllm.config import Role
 from dynamo.trtllm.metrics import Counter
 from dynamo.trtllm.service.metrics_page import MetricsPage
+from dynamo.trtllm.stages import Durations, RequestTimes
 
 
 def lines(page: MetricsPage) -> list[str]:
@@ -75,3 +79,22 @@ def test_a_new_metric_is_its_declaration_and_the_line_that_counts_it(monkeypatch
     assert lines(page) == ['dynamo_trtllm_tries_total{how="twice",role="decode"} 7.0']
     row = "| `dynamo_trtllm_tries_total` | counter | tries | how, role | decode | Tries of something new. |"
     assert list(metrics.table())[-1] == row
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_durations_are_histograms_with_the_workers_role(role: Role) -> None:
+    durations = Durations()
+    times = RequestTimes(perf_counter())
+    times.had_first_output()
+    durations.take(times, "completed")
+    page = MetricsPage(role)
+    page.add_durations(durations)
+    shown = lines(page)
+    label = f'outcome="completed",role="{role.value}"'
+    stage = f'outcome="completed",role="{role.value}",stage="queue"'
+    assert f"dynamo_trtllm_request_duration_seconds_count{{{label}}} 1.0" in shown
+    assert f'dynamo_trtllm_stage_duration_seconds_bucket{{le="+Inf",{stage}}} 1.0' in shown
+    assert f"dynamo_trtllm_stage_duration_seconds_count{{{stage}}} 1.0" in shown
+    bounds = re.findall(rf'stage_duration_seconds_bucket{{le="([^"]+)",{stage}}}', "\n".join(shown))
+    assert [float(bound) for bound in bounds] == [*metrics.BUCKETS_S, float("inf")]
+    assert (f"dynamo_trtllm_time_to_first_token_seconds_count{{{label}}} 1.0" in shown) == (role is not Role.ENCODE)

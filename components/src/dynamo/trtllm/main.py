@@ -100,6 +100,7 @@ async def serve(config: WorkerConfig) -> int:
         )
         stack.callback(egress.close)
         metrics = MetricsPage(config.role)
+        metrics.add_durations(egress.durations)
         metrics.add(egress.stats, engine.stats, handler.stats, lambda: {MODEL_LOAD_TIME: load_time_s})
         # Modules and model live as long as the process: without them a full collection is short, and stalls no request.
         gc.collect()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter as Counting
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from dynamo.trtllm.config import Role
@@ -65,7 +66,53 @@ class Histogram(Metric):
     """Durations in seconds, by `BUCKETS_S`."""
 
 
+class Stage(str, Enum):
+    """A part of a request's time in one worker: the values of the label `stage`."""
+
+    QUEUE = "queue"
+    PREPARE = "prepare"
+    FETCH = "fetch"
+    MEDIA_DECODE = "media_decode"
+    ENCODE = "encode"
+    REMOTE_ENCODE = "remote_encode"
+    EMBEDDING_HANDOVER = "embedding_handover"
+    PREFILL = "prefill"
+    KV_HANDOVER = "kv_handover"
+    REPLY = "reply"
+
+    # Dictionaries of stages are looked up for every request, and an enumeration's own hash is Python code.
+    __hash__ = str.__hash__
+
+
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+"""Upper bounds of all histograms, in seconds."""
+
+STAGES: Mapping[Stage, tuple[str, tuple[Role, ...]]] = {
+    Stage.QUEUE: (
+        "waiting for the event loop at arrival, and in the portable engine for a place in the batch",
+        _ALL,
+    ),
+    Stage.PREPARE: ("parsing the request, and putting its media into its prompt", _ALL),
+    Stage.FETCH: ("reading media from where the request's URLs lead to", _MEDIA),
+    Stage.MEDIA_DECODE: ("turning files into pixels, or into the embeddings that they hold", _MEDIA),
+    Stage.ENCODE: ("the engine's vision encoder, its queue included", _MEDIA),
+    Stage.REMOTE_ENCODE: ("asking an encode worker, until its reply is here", _CONTEXT),
+    Stage.EMBEDDING_HANDOVER: (
+        "encode: copying embeddings into registered memory; the others: reading them from there",
+        _MEDIA,
+    ),
+    Stage.PREFILL: (
+        "the engine's context stage up to the first token; other engines' queue included",
+        _CONTEXT,
+    ),
+    Stage.KV_HANDOVER: (
+        "prefill: copying the KV cache into registered memory; decode: reading it, after the first token is out",
+        (_PREFILL, _DECODE),
+    ),
+    Stage.REPLY: ("making the one reply, or decode's first one, and giving it to Dynamo", (_PREFILL, _DECODE, _ENCODE)),
+}
+"""What the stages are, and the roles that have them."""
 
 
 REQUESTS = Counter(
@@ -73,6 +120,27 @@ REQUESTS = Counter(
 )
 INFLIGHT_REQUESTS = Gauge(
     "dynamo_trtllm_inflight_requests", "requests", "Requests that have not ended.", _ALL
+)
+REQUEST_DURATION = Histogram(
+    "dynamo_trtllm_request_duration_seconds",
+    "seconds",
+    "From a request's arrival at this worker to its end.",
+    _ALL,
+    (ROLE, "outcome"),
+)
+TIME_TO_FIRST_TOKEN = Histogram(
+    "dynamo_trtllm_time_to_first_token_seconds",
+    "seconds",
+    "From a request's arrival at this worker to its first output.",
+    _GENERATION,
+    (ROLE, "outcome"),
+)
+STAGE_DURATION = Histogram(
+    "dynamo_trtllm_stage_duration_seconds",
+    "seconds",
+    "Time that a request spent in a stage; stages of several media of one request count once where they overlap.",
+    _ALL,
+    ("stage", ROLE, "outcome"),
 )
 
 ENGINE_ACTIVE = Gauge(
@@ -246,5 +314,14 @@ def table() -> Iterator[str]:
         yield f"| `{metric.name}` | {kind} | {metric.unit} | {', '.join(metric.labels)} | {roles} | {metric.help} |"
 
 
+def stage_table() -> Iterator[str]:
+    """The lines of README's table of stages, in the order in which a request passes them."""
+    yield "| `stage` | roles | what |"
+    yield "| --- | --- | --- |"
+    for stage, (help, roles) in STAGES.items():
+        names = "all" if roles == _ALL else ", ".join(role.value for role in roles)
+        yield f"| `{stage.value}` | {names} | {help} |"
+
+
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join([*table(), "", *stage_table()]))

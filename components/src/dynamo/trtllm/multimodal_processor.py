@@ -15,10 +15,11 @@ from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, PlacedMedia, Pr
 from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.frontend.request import Request
-from dynamo.trtllm.metrics import Readings
+from dynamo.trtllm.metrics import Readings, Stage
 from dynamo.trtllm.multimodal.kinds.registry import in_words, plural_of
 from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
+from dynamo.trtllm.stages import measured
 
 
 class MediaSource(Protocol):
@@ -59,7 +60,8 @@ class MultimodalProcessor:
         if not parts:
             return asked
         items = await self._media.load(parts, budget, context)
-        prompt = expand(token_ids, self._placeholders, items, asked.prompt.text)
+        with measured(Stage.PREPARE):
+            prompt = expand(token_ids, self._placeholders, items, asked.prompt.text)
         self._require_room(budget, len(prompt.token_ids) - budget.text_tokens)
         return replace(asked, prompt=prompt)
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from dynamo.trtllm.errors import (
     to_dynamo,
 )
 from dynamo.trtllm.frontend.response import Chunk, Output, to_chunk
+from dynamo.trtllm.stages import Durations, RequestTimes, carry
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +209,7 @@ class Egress:
         self._ended_by: WorkerError | None = None
         self.in_flight = 0
         self.outcomes: Counter[str] = Counter()
+        self.durations = Durations()
 
     def endpoint_handler(self) -> Callable[..., AsyncGenerator[Chunk, None]]:
         """The callable for `serve_endpoint`, with or without the parameter that switches push on."""
@@ -221,7 +224,7 @@ class Egress:
         """Both arms: an async generator that yields nothing and pushes, or one that yields the chunks."""
         if response_sender is None:
             return self._pull(request, context)
-        return self._push(request, context, response_sender)
+        return self._push(request, context, response_sender, perf_counter())
 
     async def drained(self) -> None:
         """Return when no request is in flight."""
@@ -248,21 +251,27 @@ class Egress:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _push(self, request: Mapping[str, Any], context: Context, sender: Sender) -> AsyncGenerator[Chunk, None]:
-        with _Accounted(self, context):
+    async def _push(
+        self, request: Mapping[str, Any], context: Context, sender: Sender, arrived: float
+    ) -> AsyncGenerator[Chunk, None]:
+        with _Accounted(self, context, arrived) as times:
             self._watch.add(context)
             try:
                 async with aclosing(await self._handler.respond(_object(request), context)) as outputs:
                     # Every token passes here, so the loop is not in a coroutine of its own.
-                    sent, push = 0, sender.send
+                    sent, push, look_at = 0, sender.send, 1
                     async for output in outputs:
                         try:
                             push(to_chunk(output))
                         except RuntimeError as error:
                             raise StreamClosed(str(error)) from error
                         sent += 1
-                        if sent == DIRECT_CHUNKS:
-                            await self._send_rest(outputs, sender)
+                        if sent == look_at:
+                            if sent == 1:
+                                times.had_first_output()
+                                look_at = DIRECT_CHUNKS
+                            if sent == DIRECT_CHUNKS:
+                                await self._send_rest(outputs, sender)
                     _require_output(sent == 0)
             finally:
                 self._watch.remove(context)
@@ -272,10 +281,12 @@ class Egress:
 
     async def _pull(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         # Each step may run in a task of its own, so there is no one task to cancel: a stopped context ends it between chunks.
-        with _Accounted(self, context):
+        with _Accounted(self, context, perf_counter()) as times:
             async with aclosing(await self._handler.respond(_object(request), context)) as outputs:
                 empty = True
                 async for output in outputs:
+                    if empty:
+                        times.had_first_output()
                     empty = False
                     yield to_chunk(output)
                     if context.is_stopped():
@@ -298,7 +309,7 @@ class Egress:
         self.in_flight += 1
         self._idle.clear()
 
-    def _end(self, error: BaseException | None, context: Context) -> None:
+    def _end(self, error: BaseException | None, context: Context, times: RequestTimes) -> None:
         """Count a request out, and raise Dynamo's exception for what ended it; an ending that is none passes as it is."""
         outcome = "failed"
         if self._ended_by is not None and isinstance(error, asyncio.CancelledError):
@@ -318,6 +329,7 @@ class Egress:
                 raise self._told(error) from None
         finally:
             self.outcomes[outcome] += 1
+            self.durations.take(times, outcome)
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
@@ -351,19 +363,24 @@ class Egress:
 
 
 class _Accounted:
-    """One request between `_begin` and `_end`. Not a generator, since every request passes here."""
+    """One request between `_begin` and `_end`, with its times. Not a generator, since every request passes here."""
 
-    __slots__ = ("_context", "_egress")
+    __slots__ = ("_arrived", "_context", "_egress", "_times")
 
-    def __init__(self, egress: Egress, context: Context) -> None:
+    def __init__(self, egress: Egress, context: Context, arrived: float) -> None:
         self._egress = egress
         self._context = context
+        self._arrived = arrived
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RequestTimes:
         self._egress._begin(self._context)
+        self._times = RequestTimes(self._arrived)
+        carry(self._times)
+        return self._times
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._egress._end(error, self._context)
+        carry(None)
+        self._egress._end(error, self._context, self._times)
 
 
 def _traceback_of(error: Exception) -> BaseException | None:

@@ -15,6 +15,7 @@ from dynamo.trtllm.config import MediaConfig, Modality
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, MediaShape, TokenBudget
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
+from dynamo.trtllm.metrics import Stage
 from dynamo.trtllm.multimodal import uuids
 from dynamo.trtllm.multimodal.blocking import all_or_none, run_blocking
 from dynamo.trtllm.multimodal.cache import ContentCache
@@ -25,6 +26,7 @@ from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 from dynamo.trtllm.multimodal.kinds.registry import KINDS, plural_of, require_counts
 from dynamo.trtllm.multimodal.parts import NOT_PREPARED, EmbeddingFile, Known, MediaPart, Source, at_part, classify
 from dynamo.trtllm.multimodal.uuids import NamedContent, Uuids
+from dynamo.trtllm.stages import measured
 
 _INSPECT_INLINE_BYTES = 64 * 1024
 """Hashing and reading the header of so little takes less than a hand-over to a thread."""
@@ -82,7 +84,8 @@ class MediaLoader:
         keys = self._keys(parts, sources)
         known = self._known_items(parts, keys)
         sent = [(part, source) for part, source in zip(parts, sources, strict=True) if not isinstance(source, Known)]
-        contents = await self._fetcher.fetch_all(sent)
+        with measured(Stage.FETCH):
+            contents = await self._fetcher.fetch_all(sent)
         inspected: dict[_Key, Inspected] = {}
         for (part, source), data in zip(sent, contents, strict=True):
             if (part.kind, source) not in inspected:
@@ -163,7 +166,7 @@ class MediaLoader:
         await self._fetcher.close()
 
     async def _inspect(self, part: MediaPart, source: Source, data: bytes) -> Inspected:
-        with at_part(part):
+        with at_part(part), measured(Stage.PREPARE):
             if len(data) <= _INSPECT_INLINE_BYTES:
                 return self._inspected(part, source, data)
             return await run_blocking(self._inspected, part, source, data)
@@ -186,16 +189,20 @@ class MediaLoader:
             return await self._cache.get_or_compute(key, lambda: load(media))
 
     async def _decoded(self, media: Inspected) -> MediaItem:
-        decoded = await media.kind.decode(media.data, media.digest, media.shape, media.rule, self._config)
+        with measured(Stage.MEDIA_DECODE):
+            decoded = await media.kind.decode(media.data, media.digest, media.shape, media.rule, self._config)
         if media.part.options:
             decoded = replace(decoded, options=media.part.options)
         if not self._takes[media.part.kind].encodes:
             return decoded
-        return (await self._engine.encode([decoded]))[0]
+        with measured(Stage.ENCODE):
+            return (await self._engine.encode([decoded]))[0]
 
     async def _embeddings(self, media: Inspected) -> MediaItem:
         assert isinstance(media.source, EmbeddingFile)
-        loaded = await run_blocking(load_embedding_file, media.data, media.source.suffix, self._config.max_file_bytes)
+        with measured(Stage.MEDIA_DECODE):
+            suffix, limit = media.source.suffix, self._config.max_file_bytes
+            loaded = await run_blocking(load_embedding_file, media.data, suffix, limit)
         return self._engine.adopt_embeddings(media.part.kind, media.digest, loaded.tensors, loaded.auxiliary)
 
 

@@ -18,6 +18,7 @@ from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig, PeerConfig
 from dynamo.trtllm.core import Context, EncodedMedia, MediaItem, TokenBudget
 from dynamo.trtllm.errors import ClientFault, PartFault, PeerUnavailable
+from dynamo.trtllm.metrics import Stage
 from dynamo.trtllm.multimodal.blocking import all_or_none
 from dynamo.trtllm.multimodal.cache import ContentCache
 from dynamo.trtllm.multimodal.kinds.registry import require_counts
@@ -26,6 +27,7 @@ from dynamo.trtllm.multimodal.parts import MediaPart, at_part, reference_of
 from dynamo.trtllm.multimodal.uuids import TWO_CONTENTS
 from dynamo.trtllm.peers.client import PeerClient, first_answer
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
+from dynamo.trtllm.stages import measured
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -123,8 +125,9 @@ class RemoteEncoder:
             text_tokens=budget.text_tokens,
             context_length=budget.context_length,
         )
-        raw = await self._client.call(request.model_dump(mode="json"), instance, context, timeout_s)
-        reply = EncodeReply.parse(raw, "encode")
+        with measured(Stage.REMOTE_ENCODE):
+            raw = await self._client.call(request.model_dump(mode="json"), instance, context, timeout_s)
+            reply = EncodeReply.parse(raw, "encode")
         read = False
 
         async def compute() -> MediaItem:
@@ -139,7 +142,8 @@ class RemoteEncoder:
                 await self._transfer.discard(reply.transfer)
 
     async def _read(self, reply: EncodeReply, timeout_s: float) -> MediaItem:
-        received = await self._transfer.fetch(reply.transfer, max(timeout_s, 0.001), copy=True)
+        with measured(Stage.EMBEDDING_HANDOVER):
+            received = await self._transfer.fetch(reply.transfer, max(timeout_s, 0.001), copy=True)
         return EncodedMedia(reply.kind, reply.digest, received.tensors, reply.token_ids, reply.extras)
 
     def _candidates(self, part: MediaPart) -> list[int]:

@@ -11,10 +11,11 @@ from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.frontend.response import Output
 from dynamo.trtllm.frontend.stop_strings import StopStrings
-from dynamo.trtllm.metrics import Readings
+from dynamo.trtllm.metrics import Readings, Stage
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request_handlers.choices import answers_of, generate_all
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
+from dynamo.trtllm.stages import measure_until_first_output, measured
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -35,8 +36,10 @@ class AggregatedHandler(HandlerBase):
         self._transfer = transfer
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        request = parse_request(raw, context)
+        with measured(Stage.PREPARE):
+            request = parse_request(raw, context)
         asked = await self._processor.prepare(request, context)
+        measure_until_first_output(Stage.PREFILL)
         if asked.choices > 1:
             return answers_of(request, generate_all(self._engine, asked, partial(self._stops.watch, request)))
         answer = self._engine.generate(asked)

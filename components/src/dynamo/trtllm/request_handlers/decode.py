@@ -16,11 +16,12 @@ from dynamo.trtllm.errors import PeerFault, WorkerError
 from dynamo.trtllm.frontend.request import Request, parse_request
 from dynamo.trtllm.frontend.response import Chunk, Output
 from dynamo.trtllm.frontend.stop_strings import StopStrings
-from dynamo.trtllm.metrics import PREFILL_RETRIES, Readings
+from dynamo.trtllm.metrics import PREFILL_RETRIES, Readings, Stage
 from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.peers.prefill import PrefillPeers
 from dynamo.trtllm.request_handlers.choices import answers_of, continue_all, require_forks
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
+from dynamo.trtllm.stages import measure_until_first_output, measured
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class DecodeHandler(HandlerBase):
         """Hand-overs that nobody waits for any more."""
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        request = parse_request(raw, context)
+        with measured(Stage.PREPARE):
+            request = parse_request(raw, context)
         if request.is_health_check:
             return self._canary(request)
         if request.engine_request.choices > 1:
@@ -53,6 +55,7 @@ class DecodeHandler(HandlerBase):
 
     async def _decode(self, request: Request, context: Context) -> AsyncGenerator[Step | Tokens, None]:
         handoff = await self._handoff(request, context)
+        measure_until_first_output(Stage.REPLY)
         asked = _continued(request.engine_request, handoff)
         first = handoff.first_step()
         if first.finish is None and asked.sampling.max_tokens == 1:
@@ -92,7 +95,8 @@ class DecodeHandler(HandlerBase):
         """The hand-off that came with the request, or a new one where the frontend could not reach its prefill worker."""
         if not request.handoff:
             return await self._prefill_again(request, context, None)
-        return self._checked(Handoff.parse(request.handoff, "prefill"))
+        with measured(Stage.PREPARE):
+            return self._checked(Handoff.parse(request.handoff, "prefill"))
 
     def _checked(self, handoff: Handoff) -> Handoff:
         if handoff.engine != type(self._engine).__name__:
@@ -156,7 +160,8 @@ class DecodeHandler(HandlerBase):
     async def _read(self, handoff: Handoff) -> EngineState:
         if handoff.transfer is None:
             return EngineState(handoff.meta)
-        received = await self._transfer.fetch(handoff.transfer)
+        with measured(Stage.KV_HANDOVER):
+            received = await self._transfer.fetch(handoff.transfer)
         return EngineState(handoff.meta, received.tensors, received.release)
 
     async def _prefill_again(self, request: Request, context: Context, lost: Handoff | None) -> Handoff:

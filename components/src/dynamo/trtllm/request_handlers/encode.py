@@ -10,13 +10,14 @@ from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import PartFault
 from dynamo.trtllm.frontend.request import is_health_check
 from dynamo.trtllm.frontend.response import Chunk
-from dynamo.trtllm.metrics import Readings
+from dynamo.trtllm.metrics import Readings, Stage
 from dynamo.trtllm.multimodal.kinds.registry import plural_of
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
+from dynamo.trtllm.stages import measure_until_first_output, measured
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -31,7 +32,9 @@ class EncodeHandler(HandlerBase):
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         if is_health_check(raw):
             return self._health()
-        return self._reply(EncodeRequest.parse(raw, "calling"))
+        with measured(Stage.PREPARE):
+            request = EncodeRequest.parse(raw, "calling")
+        return self._reply(request)
 
     async def _health(self) -> AsyncGenerator[Chunk, None]:
         await self._engine.check_health()
@@ -42,8 +45,10 @@ class EncodeHandler(HandlerBase):
         part = MediaPart(request.position, request.kind, request.url, request.uuid, request.tenant, options)
         (item,) = await self._loader.load([part], TokenBudget(request.text_tokens, request.context_length))
         encoded = _require_encoded(part, item)
-        offer = await self._transfer.offer(encoded.tensors)
+        with measured(Stage.EMBEDDING_HANDOVER):
+            offer = await self._transfer.offer(encoded.tensors)
         with withdrawn_on_failure(offer):
+            measure_until_first_output(Stage.REPLY)
             reply = EncodeReply(
                 kind=encoded.kind,
                 digest=encoded.digest,

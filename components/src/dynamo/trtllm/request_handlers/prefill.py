@@ -11,11 +11,12 @@ from dynamo.trtllm.core import Context, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.frontend.response import Chunk, to_chunk
-from dynamo.trtllm.metrics import Readings
+from dynamo.trtllm.metrics import Readings, Stage
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.messages import Handoff, wire_logprobs
 from dynamo.trtllm.request_handlers.choices import require_forks
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
+from dynamo.trtllm.stages import measure_until_first_output, measured
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
@@ -30,16 +31,19 @@ class PrefillHandler(HandlerBase):
     async def respond(
         self, raw: Mapping[str, Any], context: Context
     ) -> AsyncGenerator[Step | Tokens, None] | AsyncGenerator[Chunk, None]:
-        request = parse_request(raw, context)
+        with measured(Stage.PREPARE):
+            request = parse_request(raw, context)
         if request.is_health_check:
             return self._canary(request)
         require_forks(self._engine, request.engine_request)
         return self._prefill(_for_context_stage(await self._processor.prepare(request, context)))
 
     async def _prefill(self, request: EngineRequest) -> AsyncGenerator[Chunk, None]:
-        prefilled = await self._engine.prefill(request)
+        with measured(Stage.PREFILL):
+            prefilled = await self._engine.prefill(request)
         offer = await self._offer(prefilled.state)
         with withdrawn_on_failure(offer):
+            measure_until_first_output(Stage.REPLY)
             yield _reply(type(self._engine).__name__, prefilled, offer, request.sampling.seed)
 
     async def _offer(self, state: EngineState | None) -> Offer | None:
@@ -47,7 +51,10 @@ class PrefillHandler(HandlerBase):
         if state is None:
             return None
         try:
-            return await self._transfer.offer(state.tensors) if state.tensors else None
+            if not state.tensors:
+                return None
+            with measured(Stage.KV_HANDOVER):
+                return await self._transfer.offer(state.tensors)
         finally:
             state.release()
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from dynamo.common.utils.prometheus import register_engine_metrics_callback
 from dynamo.common.utils.runtime import parse_endpoint
 from dynamo.runtime import Endpoint
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.config import Role, WorkerConfig
 from dynamo.trtllm.metrics import Counter, Metric, Readings, Series, merged
+from dynamo.trtllm.stages import Distribution, Durations
 
 
 class MetricsPage(Collector):
@@ -23,12 +26,17 @@ class MetricsPage(Collector):
     def __init__(self, role: Role) -> None:
         self._role = role
         self._sources: list[Callable[[], Readings]] = []
+        self._durations: list[Durations] = []
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def add(self, *sources: Callable[[], Readings]) -> None:
         """Show what the `sources` return, asked anew each time that the page is read."""
         self._sources += sources
+
+    def add_durations(self, durations: Durations) -> None:
+        """Show what `durations` holds."""
+        self._durations.append(durations)
 
     def expose(self, endpoint: Endpoint, config: WorkerConfig) -> None:
         """Add these metrics to the endpoint's page, with Dynamo's own labels."""
@@ -43,6 +51,11 @@ class MetricsPage(Collector):
         )
 
     def collect(self) -> Iterator[Family]:
+        yield from self._values()
+        for durations in self._durations:
+            yield from self._histograms(durations)
+
+    def _values(self) -> Iterator[Family]:
         readings = merged(*(read() for read in self._sources))
         by_metric: dict[Metric, list[tuple[tuple[str, ...], float]]] = {}
         for key, value in readings.items():
@@ -59,7 +72,25 @@ class MetricsPage(Collector):
             family.add_metric(self._filled(metric, labels), value)
         return family
 
+    def _histograms(self, durations: Durations) -> Iterator[Family]:
+        families: dict[Metric, HistogramMetricFamily] = {}
+        bounds = [*map(floatToGoString, metrics.BUCKETS_S), "+Inf"]
+        for (metric, labels), found in sorted(durations.readings().items(), key=_by_declaration):
+            if self._role not in metric.roles:
+                continue
+            if metric not in families:
+                families[metric] = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+            buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+            families[metric].add_metric(self._filled(metric, labels), buckets, found.sum_s)
+        yield from families.values()
+
     def _filled(self, metric: Metric, labels: tuple[str, ...]) -> list[str]:
         """`labels` with this worker's role at its place."""
         rest = iter(labels)
         return [self._role.value if name == metrics.ROLE else next(rest) for name in metric.labels]
+
+
+def _by_declaration(item: tuple[Series, Distribution]) -> tuple[int, tuple[str, ...]]:
+    """The order of the page."""
+    series, _ = item
+    return metrics.METRICS.index(series.metric), series.labels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,7 @@ from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.model_files import resolve_model
+from dynamo.trtllm.stages import waited_for_the_engine
 
 
 class TransformersEngine(Engine):
@@ -120,12 +122,14 @@ class TransformersEngine(Engine):
         sequence = self._require_intake().sequence(request, Stage.PREFILL)
         worker = self._require_worker()
         await self._guide(sequence, request.sampling.guided)
+        sequence.submitted_s = time.perf_counter()
         worker.submit(sequence)
         try:
             prefilled: Prefilled = await sequence.sink.get()
         except asyncio.CancelledError:
             worker.cancel(sequence)
             raise
+        waited_for_the_engine(sequence.admitted_s - sequence.submitted_s)
         return prefilled
 
     def decode(
@@ -181,12 +185,18 @@ class TransformersEngine(Engine):
             yield Step((), None, "length", None, Usage(len(sequence.prompt_ids), sequence.output))
             return
         await self._guide(sequence, request.sampling.guided)
+        sequence.submitted_s = time.perf_counter()
         worker.submit(sequence)
         try:
-            while not ended:
-                step: Step = await sink.get()
+            step: Step = await sink.get()
+            if sequence.stage is Stage.GENERATE:
+                waited_for_the_engine(sequence.admitted_s - sequence.submitted_s)
+            while True:
                 ended = step.finish is not None
                 yield step
+                if ended:
+                    return
+                step = await sink.get()
         finally:
             if not ended:
                 worker.cancel(sequence)

@@ -8,6 +8,7 @@ padded to the longest, and the padding counts: what is used is what the memory h
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence as Items
 from typing import Any
@@ -124,6 +125,7 @@ class Scheduler:
             if _blocks((sequence, *self._prompts.sequences, *self._batch.sequences)) > self.total_blocks:
                 return
             self._waiting.popleft()
+            sequence.admitted_s = time.perf_counter()
             try:
                 if sequence.stage is Stage.DECODE:
                     self._attach(sequence)

@@ -72,6 +72,9 @@ class Sequence:
     """[tokens], the image's number where its tokens see one another, else -1."""
     rope_delta: int = 0
     """What is added to a token's index to give its position after the prompt."""
+    submitted_s: float = 0.0
+    admitted_s: float = 0.0
+    """When it was handed to the engine's thread, and when that began with it, as `time.perf_counter` has it."""
     phase: Phase = Phase.WAITING
     row: int = -1
     """Its row of the batch while it is running."""
