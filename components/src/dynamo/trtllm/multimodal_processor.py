@@ -1,7 +1,8 @@
 """From a parsed request to engine inputs: parts -> media items -> the expanded prompt.
 
-The frontend's token ids are the prompt; each placeholder in them is replaced in place by what its item of media expands to. There
-must be as many placeholders of each kind as items of it, so a literal placeholder in a user's text cannot happen unseen.
+The frontend's token ids are the prompt; each placeholder in them is replaced in place by what its item of
+media expands to. There must be as many placeholders of each kind as items of it, so a literal placeholder in
+a user's text cannot happen unseen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from dynamo.trtllm.stages import measured
 class MediaSource(Protocol):
     """Where media items come from: this worker itself, or an encode worker."""
 
-    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]: ...
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[MediaItem]: ...
     def stats(self) -> Readings: ...
     async def close(self) -> None: ...
 
@@ -41,7 +44,8 @@ class MultimodalProcessor:
     async def prepare(self, request: Request, context: Context | None = None) -> EngineRequest:
         """What the engine is asked: `request.engine_request`, its media in their places in the prompt.
 
-        Raises `ClientFault`, naming the part at fault, and `LimitFault` when the expanded prompt leaves no room for output.
+        Raises `ClientFault`, naming the part at fault, and `LimitFault` when the expanded prompt leaves no
+        room for output.
         """
         asked = request.engine_request
         token_ids = asked.prompt.token_ids
@@ -71,7 +75,8 @@ class MultimodalProcessor:
             if part.kind in self._placeholders:
                 continue
             taken = in_words(plural_of(kind) for kind in self._placeholders) or "text"
-            message = f"the model {request.model} takes no {plural_of(part.kind)} on this worker; it takes {taken} only"
+            lacking = f"the model {request.model} takes no {plural_of(part.kind)} on this worker"
+            message = f"{lacking}; it takes {taken} only"
             raise PartFault(part.position, message, kind=part.kind)
 
     @staticmethod
@@ -86,16 +91,22 @@ class MultimodalProcessor:
 
 
 def expand(
-    token_ids: Sequence[int], placeholders: Mapping[str, int], items: Sequence[MediaItem], text: str | None = None
+    token_ids: Sequence[int],
+    placeholders: Mapping[str, int],
+    items: Sequence[MediaItem],
+    text: str | None = None,
 ) -> Prompt:
-    """Replace the placeholders of `token_ids` by the expansions of `items`: those of each kind in the order of its items.
+    """Replace the placeholders of `token_ids` by the expansions of `items`: those of each kind in the order
+    of its items.
 
-    `placeholders` are the kinds' ids. An item without an expansion (decoded media, which the engine expands itself) keeps its
-    placeholder.
+    `placeholders` are the kinds' ids. An item without an expansion (decoded media, which the engine expands
+    itself) keeps its placeholder.
     """
     ids: list[int] = []
     placed: list[PlacedMedia] = []
-    remaining = {token: iter([item for item in items if item.kind == kind]) for kind, token in placeholders.items()}
+    remaining = {
+        token: iter([item for item in items if item.kind == kind]) for kind, token in placeholders.items()
+    }
     for token in token_ids:
         waiting = remaining.get(token)
         if waiting is None:

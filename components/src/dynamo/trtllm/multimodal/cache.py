@@ -1,4 +1,6 @@
-"""A cache of results by the content that they were computed from, bounded in bytes; each result is computed once at a time."""
+"""A cache of results by the content that they were computed from, bounded in bytes; each result is computed
+once at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class _Flight(Generic[V]):
 
 
 class ContentCache(Generic[V]):
-    """Least recently used entries leave first. Requests share the entries and the computations; one event loop.
+    """Least recently used entries leave first. Requests share the entries and the computations; one event
+    loop.
 
     With a capacity of 0 nothing is kept, while callers that ask at the same time still share one computation.
     """
@@ -50,8 +53,8 @@ class ContentCache(Generic[V]):
     async def get_or_compute(self, key: str, compute: Callable[[], Awaitable[V]]) -> V:
         """The value of `key`, from the cache, from a computation under way, or from `compute`.
 
-        A failure reaches all who wait and is not kept. A caller that is cancelled leaves the others' computation alone; when the
-        last one has left, it is cancelled.
+        A failure reaches all who wait and is not kept. A caller that is cancelled leaves the others'
+        computation alone; when the last one has left, it is cancelled.
         """
         entry = self._entries.get(key)
         if entry is not None:
@@ -83,7 +86,7 @@ class ContentCache(Generic[V]):
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.task.done():
-                # Out of the table at once, so that who asks next begins anew instead of joining what is being cancelled.
+                # Out of the table at once: who asks next begins anew instead of joining what is being cancelled.
                 if self._flights.get(key) is flight:
                     del self._flights[key]
                 flight.task.cancel()

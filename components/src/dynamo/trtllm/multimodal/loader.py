@@ -1,6 +1,8 @@
-"""Media parts to media items, on this worker: fetch, inspect, decode, and encode where the engine encodes apart.
+"""Media parts to media items, on this worker: fetch, inspect, decode, and encode where the engine encodes
+apart.
 
-The steps live in their own modules; this one orders them, and keeps the content-addressed cache that saves the later ones.
+The steps live in their own modules; this one orders them, and keeps the content-addressed cache that saves
+the later ones.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from dynamo.trtllm.multimodal.embedding_files import load_embedding_file
 from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 from dynamo.trtllm.multimodal.kinds.registry import KINDS, plural_of, require_counts
-from dynamo.trtllm.multimodal.parts import NOT_PREPARED, EmbeddingFile, Known, MediaPart, Source, at_part, classify
+from dynamo.trtllm.multimodal.parts import (
+    NOT_PREPARED,
+    EmbeddingFile,
+    Known,
+    MediaPart,
+    Source,
+    at_part,
+    classify,
+)
 from dynamo.trtllm.multimodal.uuids import NamedContent, Uuids
 from dynamo.trtllm.stages import measured
 
@@ -36,8 +46,8 @@ _INSPECT_INLINE_BYTES = 64 * 1024
 class Inspected:
     """Fetched media before anything expensive was done with them.
 
-    `content` names the bytes, `digest` the bytes, what is read of them (`rule`) and how they are prepared. `tokens` is the
-    expansion's length, 0 where it is not known yet.
+    `content` names the bytes, `digest` the bytes, what is read of them (`rule`) and how they are prepared.
+    `tokens` is the expansion's length, 0 where it is not known yet.
     """
 
     part: MediaPart
@@ -74,16 +84,22 @@ class MediaLoader:
             for kind in self._kinds:
                 kind.start()
 
-    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[MediaItem]:
         """The items of `parts`, in order; all or none. Equal sources are loaded once.
 
-        Raises `ClientFault` (naming the part where one is at fault) before anything is fetched for what is refused by its text
-        alone, and before anything is decoded or encoded for what exceeds a limit.
+        Raises `ClientFault` (naming the part where one is at fault) before anything is fetched for what is
+        refused by its text alone, and before anything is decoded or encoded for what exceeds a limit.
         """
         sources = self.classify(parts)
         keys = self._keys(parts, sources)
         known = self._known_items(parts, keys)
-        sent = [(part, source) for part, source in zip(parts, sources, strict=True) if not isinstance(source, Known)]
+        sent = [
+            (part, source)
+            for part, source in zip(parts, sources, strict=True)
+            if not isinstance(source, Known)
+        ]
         with measured(Stage.FETCH):
             contents = await self._fetcher.fetch_all(sent)
         inspected: dict[_Key, Inspected] = {}
@@ -91,7 +107,8 @@ class MediaLoader:
             if (part.kind, source) not in inspected:
                 inspected[part.kind, source] = await self._inspect(part, source, data)
         self._require_one_content_each(sent, inspected)
-        lengths = {key: each.tokens for key, each in inspected.items()} | {key: _length(item) for key, item in known.items()}
+        lengths = {key: each.tokens for key, each in inspected.items()}
+        lengths.update((key, _length(item)) for key, item in known.items())
         media_tokens = sum(lengths[key] for key in keys)
         require_room(budget.total(media_tokens), budget.context_length, with_media=media_tokens > 0)
         items = await all_or_none([self._item(each) for each in inspected.values()])
@@ -106,9 +123,13 @@ class MediaLoader:
         return self._find_known(part)[0] is not None
 
     def _keys(self, parts: Sequence[MediaPart], sources: Sequence[Source]) -> list[_Key]:
-        """What each part stands for: of a uuid alone whose content is sent by another part of the request, that content."""
+        """What each part stands for: of a uuid alone whose content is sent by another part of the request,
+        that content.
+        """
         sent = {
-            (part.kind, part.uuid): source for part, source in zip(parts, sources, strict=True) if not isinstance(source, Known)
+            (part.kind, part.uuid): source
+            for part, source in zip(parts, sources, strict=True)
+            if not isinstance(source, Known)
         }
         return [
             (part.kind, sent.get((part.kind, part.uuid), source) if isinstance(source, Known) else source)
@@ -127,7 +148,9 @@ class MediaLoader:
         return item, uuids.PREPARED_OTHERWISE if part.options else uuids.UNKNOWN
 
     def _known_items(self, parts: Sequence[MediaPart], keys: Sequence[_Key]) -> dict[_Key, MediaItem]:
-        """The items of parts that are their uuids alone. Raises `PartFault` for one that names nothing here."""
+        """The items of parts that are their uuids alone. Raises `PartFault` for one that names nothing
+        here.
+        """
         found: dict[_Key, MediaItem] = {}
         for part, key in zip(parts, keys, strict=True):
             if isinstance(key[1], Known):
@@ -139,7 +162,9 @@ class MediaLoader:
         return found
 
     @staticmethod
-    def _require_one_content_each(sent: Sequence[tuple[MediaPart, Source]], inspected: Mapping[_Key, Inspected]) -> None:
+    def _require_one_content_each(
+        sent: Sequence[tuple[MediaPart, Source]], inspected: Mapping[_Key, Inspected]
+    ) -> None:
         named: dict[tuple[str, str], NamedContent] = {}
         for part, source in sent:
             content = inspected[part.kind, source].content
@@ -147,7 +172,9 @@ class MediaLoader:
                 raise PartFault(part.position, uuids.TWO_CONTENTS, kind=part.kind)
 
     def classify(self, parts: Sequence[MediaPart]) -> list[Source]:
-        """What the parts refer to. Raises `ClientFault` for parts, or a number of parts, that this worker does not take."""
+        """What the parts refer to. Raises `ClientFault` for parts, or a number of parts, that this worker
+        does not take.
+        """
         sources = [classify(part, self._config, self._modality) for part in parts]
         for part in parts:
             with at_part(part):
@@ -207,7 +234,9 @@ class MediaLoader:
 
 
 def _name_of(content: str, rule: Any, options: Mapping[str, Any]) -> str:
-    """The digest of a content together with what of it is read and how it is prepared, where these are not the only way."""
+    """The digest of a content together with what of it is read and how it is prepared, where these are not
+    the only way.
+    """
     if rule is None and not options:
         return content
     return digest_of(f"{content} {rule!r} {json.dumps(options, sort_keys=True)}".encode())

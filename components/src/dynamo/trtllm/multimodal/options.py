@@ -1,4 +1,6 @@
-"""`mm_processor_kwargs`: what a request says of how its media are prepared, held against what the model's processor knows."""
+"""`mm_processor_kwargs`: what a request says of how its media are prepared, held against what the model's
+processor knows.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,19 @@ FIELD = "mm_processor_kwargs"
 _SHOWN = 40
 
 
-def options_by_kind(given: Mapping[str, Any], media: Mapping[str, MediaInput]) -> dict[str, Mapping[str, Any]]:
-    """The options of each kind of `media` among those `given`; a key that several kinds know is for all of them.
+def options_by_kind(
+    given: Mapping[str, Any], media: Mapping[str, MediaInput]
+) -> dict[str, Mapping[str, Any]]:
+    """The options of each kind of `media` among those `given`; a key that several kinds know is for all of
+    them.
 
     Raises `ClientFault` for a key that no kind knows, and for a value of another type or outside its range.
     """
     known = {name: option for taken in media.values() for name, option in taken.options.items()}
     checked = {name: _checked(name, value, known) for name, value in given.items() if value is not None}
     return {
-        kind: {name: checked[name] for name in sorted(checked) if name in taken.options} for kind, taken in media.items()
+        kind: {name: checked[name] for name in sorted(checked) if name in taken.options}
+        for kind, taken in media.items()
     }
 
 
@@ -33,7 +39,10 @@ def _checked(name: str, value: Any, known: Mapping[str, ProcessorOption], within
     if option.fields:
         if not isinstance(value, Mapping):
             raise ClientFault(f"{within}: {name} must be an object")
-        return {inner: _checked(inner, each, option.fields, f"{within}: {name}") for inner, each in sorted(value.items())}
+        return {
+            inner: _checked(inner, each, option.fields, f"{within}: {name}")
+            for inner, each in sorted(value.items())
+        }
     return _number(f"{within}: {name}", value, option)
 
 
@@ -42,7 +51,8 @@ def _known_words(known: Mapping[str, ProcessorOption]) -> str:
 
 
 def _number(name: str, value: Any, option: ProcessorOption) -> float:
-    bounds = f"{'a whole number' if option.whole else 'a number'} between {option.least:.15g} and {option.most:.15g}"
+    kind = "a whole number" if option.whole else "a number"
+    bounds = f"{kind} between {option.least:.15g} and {option.most:.15g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ClientFault(f"{name} must be {bounds}")
     sound = option.least <= value <= option.most and not (option.whole and value % 1)

@@ -1,7 +1,9 @@
-"""The names that clients give to media (`uuid` of a content part), each with the content that it names on this worker.
+"""The names that clients give to media (`uuid` of a content part), each with the content that it names on
+this worker.
 
-A name holds the digest of a content and never media: those lie in the cache by content, so a name can only lead to what was
-computed from the content that was sent last under it. Each tenant (`cache_salt`) has names of its own.
+A name holds the digest of a content and never media: those lie in the cache by content, so a name can only
+lead to what was computed from the content that was sent last under it. Each tenant (`cache_salt`) has names
+of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ MAX_NAMES = 1 << 16
 
 UNKNOWN = "its uuid is not known here, or its content is no longer kept; send the content with it again"
 PREPARED_OTHERWISE = (
-    "the content that its uuid names is not kept as these mm_processor_kwargs prepare it; send the content with it again"
+    "the content that its uuid names is not kept as these mm_processor_kwargs prepare it; "
+    "send the content with it again"
 )
 TWO_CONTENTS = "its uuid names another content in the same request"
 

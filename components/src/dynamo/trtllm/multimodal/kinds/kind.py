@@ -1,9 +1,9 @@
 """What a kind of media is to this worker: the contract of the files beside this one.
 
-A kind is a subclass of `MediaKind` in a file of its own and a line in `registry`. It says how clients write items of the kind,
-and turns their bytes into what the model should take. Which token stands for an item in the prompt, and what the model makes of
-it, is the engine's to say (`engines.port.MediaInput`). Fetching, caching, limits per request and the place in the prompt are
-the same for all kinds.
+A kind is a subclass of `MediaKind` in a file of its own and a line in `registry`. It says how clients write
+items of the kind, and turns their bytes into what the model should take. Which token stands for an item in
+the prompt, and what the model makes of it, is the engine's to say (`engines.port.MediaInput`). Fetching,
+caching, limits per request and the place in the prompt are the same for all kinds.
 """
 
 from __future__ import annotations
@@ -28,27 +28,34 @@ class MediaKind(ABC):
     """As in `DecodedMedia.kind` and in messages: `image 2: ...`."""
     plural: ClassVar[str]
     part_type: ClassVar[str]
-    """Type of the content parts that Dynamo's frontend knows as this kind. It is their field, too, and the frontend's key for
-    them: `{"type": "image_url", "image_url": {"url": ...}}` arrives as `multi_modal_data["image_url"]`."""
+    """Type of the content parts that Dynamo's frontend knows as this kind. It is their field, too, and the
+    frontend's key for them: `{"type": "image_url", "image_url": {"url": ...}}` arrives as
+    `multi_modal_data["image_url"]`."""
     message_parts: ClassVar[Mapping[str, UrlOf]] = MappingProxyType({})
-    """Types of content parts that the frontend leaves among the messages, each with what reads such a part as a URL."""
+    """Types of content parts that the frontend leaves among the messages, each with what reads such a part as
+    a URL.
+    """
     accept: ClassVar[str]
     """What a web server is asked for: the `Accept` header."""
     embedding_files: ClassVar[bool] = False
     """Whether a file of precomputed embeddings may stand for an item."""
 
     def rule(self, model: Any, options: Mapping[str, Any]) -> Any:
-        """What of an item is read: the model's own rule (`MediaInput.rule`) with what a request's options say.
+        """What of an item is read: the model's own rule (`MediaInput.rule`) with what a request's options
+        say.
 
-        Its `repr` is part of the item's name in every cache. Raises `ClientFault` for options that do not go together.
+        Its `repr` is part of the item's name in every cache. Raises `ClientFault` for options that do not go
+        together.
         """
         return model
 
     @abstractmethod
     def inspect(self, data: bytes, rule: Any, config: MediaConfig) -> MediaShape | None:
-        """The size of the item in `data`, before anything expensive is done with it; None: only decoding tells.
+        """The size of the item in `data`, before anything expensive is done with it; None: only decoding
+        tells.
 
-        Cheap, and blocking. Raises `ClientFault` for what is no item of this kind, or exceeds a limit of `config`.
+        Cheap, and blocking. Raises `ClientFault` for what is no item of this kind, or exceeds a limit of
+        `config`.
         """
 
     @abstractmethod

@@ -32,7 +32,9 @@ def in_words(names: Iterable[str], last: str = "and") -> str:
 
 
 def require_counts(kinds: Iterable[str], config: MediaConfig) -> None:
-    """Raise `LimitFault` for more items of a kind than one request may hold. `kinds` has one entry for each item."""
+    """Raise `LimitFault` for more items of a kind than one request may hold. `kinds` has one entry for each
+    item.
+    """
     for kind, count in Counter(kinds).items():
         limit = config.limit_of(kind)
         if count > limit:
