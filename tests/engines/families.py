@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import transformers as tf
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
+from dynamo.trtllm.core import DecodedVideo
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 
 VOCABULARY = 200
@@ -32,14 +33,17 @@ _SPECIAL = {
     END: "<|vision_end|>",
     BREAK: "<|break|>",
 }
+_TIME_WORDS = ("<", ">", ".", "seconds", *"0123456789")
 _PATCH = 14
 
 
 def tokenizer(**names: str) -> Any:
-    """Words `w13` ... for ids from 13 on; `names` are further special tokens by attribute."""
-    words = {_SPECIAL.get(i, "\n\n" if i == GAP else f"w{i}"): i for i in range(VOCABULARY)}
+    """Words `w13` ... for ids from 13 on, the last ones those of a video's times; `names` are more special tokens."""
+    words = {_SPECIAL.get(i, "\n\n" if i == GAP else f"w{i}"): i for i in range(VOCABULARY - len(_TIME_WORDS))}
+    words |= {word: len(words) + i for i, word in enumerate(_TIME_WORDS)}
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    apart = pre_tokenizers.Split(Regex(r"w\d+|\d|[<>.]|[a-z]+"), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), apart])
     for token in _SPECIAL.values():
         core.add_special_tokens([token])
     return tf.PreTrainedTokenizerFast(
@@ -97,7 +101,9 @@ def _qwen(name: str, **vision: Any) -> tuple[Any, Any]:
     config = getattr(tf, f"{name}Config")(text_config=text, vision_config=tower, **ids)
     size = {"shortest_edge": 56 * 56, "longest_edge": 224 * 224}
     images = tf.Qwen2VLImageProcessor(patch_size=_PATCH, merge_size=2, temporal_patch_size=2, size=size)
-    videos = (tf.Qwen3VLVideoProcessor if name == "Qwen3VL" else tf.Qwen2VLVideoProcessor)(patch_size=_PATCH)
+    frames = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112 * (8 if name == "Qwen3VL" else 1)}
+    of_videos = tf.Qwen3VLVideoProcessor if name == "Qwen3VL" else tf.Qwen2VLVideoProcessor
+    videos = of_videos(patch_size=_PATCH, size=frames, cap_pixels_per_frame=False)
     words = tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>")
     processor = {"Qwen2VL": tf.Qwen2VLProcessor, "Qwen2_5_VL": tf.Qwen2_5_VLProcessor, "Qwen3VL": tf.Qwen3VLProcessor}[name]
     model = getattr(tf, f"{name}ForConditionalGeneration")(config)
@@ -259,9 +265,15 @@ def reference_model(directory: Path, family: str) -> Any:
 
 
 def reference_tokens(
-    model: Any, processor: Any, family: str, ids: Sequence[int], images: Sequence[Image.Image], count: int
+    model: Any,
+    processor: Any,
+    family: str,
+    ids: Sequence[int],
+    images: Sequence[Image.Image],
+    count: int,
+    videos: Sequence[DecodedVideo] = (),
 ) -> list[int]:
-    """What `generate` gives greedily after the expanded prompt `ids`, from the pixels of `images`."""
+    """What `generate` gives greedily after the expanded prompt `ids`, from the pixels of `images` and `videos`."""
     inputs = torch.tensor([list(ids)])
     pixels: dict[str, Any] = {}
     if images:
@@ -271,6 +283,15 @@ def reference_tokens(
         kinds = {"gemma3": "token_type_ids"}.get(family, "mm_token_type_ids" if family.startswith("qwen") else None)
         if kinds is not None:
             pixels[kinds] = (inputs == IMAGE).long()
+    if videos:
+        taken = processor.video_processor(
+            videos=[video.frames for video in videos], do_sample_frames=False, return_tensors="pt"
+        )
+        pixels |= {name: taken[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        pixels["mm_token_type_ids"] = (inputs == IMAGE).long() + 2 * (inputs == VIDEO).long()
+        if family == "qwen2_5_vl":
+            shown = [len(video.frame_indices) / video.total_frames * video.fps for video in videos]
+            pixels["second_per_grid_ts"] = [2 / fps for fps in shown]
     mask = torch.ones_like(inputs)
     with torch.inference_mode():
         output = model.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=count, do_sample=False, **pixels)
@@ -282,3 +303,12 @@ def noise_image(seed: int, width: int, height: int) -> Image.Image:
     """An image of random pixels, the same for the same arguments."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def noise_video(
+    seed: int, frames: int, width: int, height: int, *, fps: float = 24.0, every: int = 12
+) -> DecodedVideo:
+    """Frames of random pixels, each `every` frames of a clip, the same for the same arguments."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+    indices, total = tuple(range(0, frames * every, every)), frames * every
+    return DecodedVideo(f"video {seed}", pixels, indices, fps, total, total / fps)

@@ -179,6 +179,7 @@ class Engine(ABC):
     def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
         """Length of the expansion of an item of that kind and size, prepared with `options` (`MediaInput.options`).
 
+        The least length where the times of a video's frames stand in the prompt: how long they are is known with the frames.
         None when only the engine itself finds out.
         """
 

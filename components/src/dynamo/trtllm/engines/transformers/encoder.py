@@ -1,4 +1,5 @@
-"""Images: from pixels to features in batches, from files to features, and how many tokens an image takes.
+"""Images: from pixels to features in batches, from files to features, and how many tokens an image takes. Videos are prepared
+in `video.py`, and encoded in the same way.
 
 `preprocess`, `tokens_of` and `adopt` may run in any thread and touch no weights; `encode` belongs to the engine's thread.
 """
@@ -7,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from dynamo.trtllm.core import DecodedImage, EncodedMedia
+from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia
 from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
 from dynamo.trtllm.engines.transformers.families import Family, ImageTokens
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
@@ -22,10 +23,46 @@ from dynamo.trtllm.errors import ClientFault
 
 @dataclass(frozen=True)
 class PixelInputs:
-    """One image as the vision tower takes it: the processor's tensors, the first dimension counts images or patches."""
+    """One item as the vision tower takes it: the processor's tensors, the first dimension counts images or patches."""
 
     digest: str
     tensors: Mapping[str, torch.Tensor]
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """`EncodedMedia.extras` and `token_ids`, where they are known before the features are."""
+    token_ids: tuple[int, ...] = ()
+
+
+class MediaEncoder(Protocol):
+    """One kind's side of one model."""
+
+    def preprocess(self, item: DecodedMedia) -> PixelInputs: ...
+    def encode(self, items: Sequence[PixelInputs]) -> list[EncodedMedia]: ...
+    def tokens_of(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> int | None: ...
+
+
+class FeatureCall:
+    """A model's method from pixels to features, `get_image_features` or `get_video_features`, for items in batches."""
+
+    def __init__(self, loaded: LoadedModel, method: str) -> None:
+        self._loaded = loaded
+        self._features_of = getattr(loaded.model.base_model, method)
+        self._inputs = set(inspect.signature(self._features_of).parameters) - {"kwargs"}
+
+    def inputs_in(self, output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What the method takes of a processor's output."""
+        return {name: value for name, value in output.items() if name in self._inputs and isinstance(value, torch.Tensor)}
+
+    def __call__(self, items: Sequence[PixelInputs]) -> list[dict[str, torch.Tensor]]:
+        """The levels of features of each item, as `EncodedMedia.tensors`."""
+        inputs = {name: _stack([item.tensors[name] for item in items]) for name in items[0].tensors}
+        for name, tensor in inputs.items():
+            dtype = self._loaded.dtype if tensor.is_floating_point() and name.startswith("pixel_values") else None
+            inputs[name] = tensor.to(self._loaded.device, dtype)
+        output = self._features_of(**inputs, return_dict=True)
+        levels = [output.pooler_output, *(output.deepstack_features if self._loaded.levels else ())]
+        return [
+            {_level_name(number): level[at].contiguous() for number, level in enumerate(levels)} for at in range(len(items))
+        ]
 
 
 class ImageEncoder:
@@ -35,11 +72,12 @@ class ImageEncoder:
         self._loaded = loaded
         self._family = family
         self._image = image
-        self._features_of = loaded.model.base_model.get_image_features
-        self._inputs = set(inspect.signature(self._features_of).parameters) - {"kwargs"}
+        self._features = FeatureCall(loaded, "get_image_features")
 
-    def preprocess(self, item: DecodedImage) -> PixelInputs:
+    def preprocess(self, item: DecodedMedia) -> PixelInputs:
         """Resize and normalise. Raises `ClientFault` for an image whose shape the model does not take."""
+        if not isinstance(item, DecodedImage):
+            raise ClientFault(f"this model takes no {item.kind}")
         processor = self._loaded.processor.image_processor
         asked = self._family.image_call(processor, item.options).preparing
         try:
@@ -47,7 +85,7 @@ class ImageEncoder:
         except (ValueError, ZeroDivisionError) as error:
             size = f"{item.image.width} x {item.image.height}"
             raise ClientFault(f"this model cannot take an image of {size} pixels; use a larger or less elongated one") from error
-        return PixelInputs(item.digest, {k: v for k, v in output.items() if k in self._inputs and isinstance(v, torch.Tensor)})
+        return PixelInputs(item.digest, self._features.inputs_in(output))
 
     def _processor_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -60,28 +98,18 @@ class ImageEncoder:
 
     def encode(self, images: Sequence[PixelInputs]) -> list[EncodedMedia]:
         """Features of `images` in one pass through the vision tower."""
-        inputs = {name: _stack([i.tensors[name] for i in images]) for name in images[0].tensors}
-        inputs = {name: t.to(self._loaded.device) for name, t in inputs.items()}
-        if inputs["pixel_values"].is_floating_point():
-            inputs["pixel_values"] = inputs["pixel_values"].to(self._loaded.dtype)
-        output = self._features_of(**inputs, return_dict=True)
-        levels = [output.pooler_output, *(output.deepstack_features if self._loaded.levels else ())]
-        return [self._encoded(image, [level[at] for level in levels]) for at, image in enumerate(images)]
-
-    def _encoded(self, image: PixelInputs, levels: Sequence[torch.Tensor]) -> EncodedMedia:
-        extras: dict[str, Any] = {}
         key = self._family.size_key
-        if key is not None:
-            extras[key] = image.tensors[key][0].tolist()
-        return self._assemble(image.digest, levels, extras)
+        sizes = [{} if key is None else {key: image.tensors[key][0].tolist()} for image in images]
+        encoded = zip(images, self._features(images), sizes, strict=True)
+        return [self._assemble(image.digest, tensors, extras) for image, tensors, extras in encoded]
 
-    def _assemble(self, digest: str, levels: Sequence[torch.Tensor], extras: dict[str, Any]) -> EncodedMedia:
-        tensors = {_level_name(i): level.contiguous() for i, level in enumerate(levels)}
-        rows = int(levels[0].shape[0])
+    def _assemble(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: dict[str, Any]) -> EncodedMedia:
+        rows = int(tensors["features"].shape[0])
         return EncodedMedia("image", digest, tensors, self._family.expand(self._image, rows, extras), extras)
 
-    def tokens_of(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
-        """Length of the expansion of an image of that size, or None when its shape is not one that the model takes."""
+    def tokens_of(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> int | None:
+        """Length of the expansion of an image of (width, height), or None when the model does not take its shape."""
+        width, height = sizes
         rows = self._rows_of(width, height, options)
         if rows is None:
             return None
@@ -110,7 +138,8 @@ class ImageEncoder:
         if rows > self._loaded.context_length:
             raise ClientFault(f"{rows} rows of embeddings exceed the context length of {self._loaded.context_length}")
         self._require_rows(rows)
-        return self._assemble(digest, levels, self._family.adopt(self._image, rows, extras))
+        tensors_by_name = {name: level.contiguous() for name, level in zip(names, levels, strict=True)}
+        return self._assemble(digest, tensors_by_name, self._family.adopt(self._image, rows, extras))
 
     def _level(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         flat = rows_of_one_item(name, tensor, self._loaded.hidden_size)

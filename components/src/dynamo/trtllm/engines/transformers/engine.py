@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from dynamo.trtllm.config import EngineConfig
-from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, GuidedDecoding, MediaShape, Step, Usage
+from dynamo.trtllm.core import DecodedMedia, EncodedMedia, GuidedDecoding, MediaShape, Step, Usage
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
-from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
+from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, MediaEncoder
 from dynamo.trtllm.engines.transformers.grammars import Grammars
 from dynamo.trtllm.engines.transformers.graphs import GraphBatch
 from dynamo.trtllm.engines.transformers.intake import Intake
@@ -28,6 +28,7 @@ from dynamo.trtllm.engines.transformers.scheduler import Scheduler
 from dynamo.trtllm.engines.transformers.sequence import Sequence as EngineSequence
 from dynamo.trtllm.engines.transformers.sequence import Stage
 from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
+from dynamo.trtllm.engines.transformers.video import VideoEncoder, frame_options
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.metrics import Readings
@@ -45,7 +46,8 @@ class TransformersEngine(Engine):
         self._options: EngineOptions = parse_options(config.args)
         self._loaded: LoadedModel | None = None
         self._intake: Intake | None = None
-        self._encoder: ImageEncoder | None = None
+        self._image: ImageEncoder | None = None
+        self._encoders: Mapping[str, MediaEncoder] = {}
         self._worker: Worker | None = None
         self._context_length = 0
         self._total_blocks = 0
@@ -60,14 +62,17 @@ class TransformersEngine(Engine):
         await self._worker.start(lambda: self._set_up(directory))
         return self._info()
 
-    def _set_up(self, directory: str) -> tuple[Scheduler, ImageEncoder | None]:
+    def _set_up(self, directory: str) -> tuple[Scheduler, Mapping[str, MediaEncoder]]:
         """Runs in the worker's thread."""
         loaded = load_model(directory, self._config, self._options)
         self._total_blocks = loaded.kv_tokens // self._options.tokens_per_block
         self._context_length = min(loaded.context_length, self._total_blocks * self._options.tokens_per_block)
         verify(loaded)
         if loaded.family is not None and loaded.image is not None:
-            self._encoder = ImageEncoder(loaded, loaded.family, loaded.image)
+            self._image = ImageEncoder(loaded, loaded.family, loaded.image)
+            self._encoders = {"image": self._image}
+            if loaded.video is not None:
+                self._encoders = {"image": self._image, "video": VideoEncoder(loaded, loaded.family, loaded.video)}
             threads = torch.get_num_threads()
             self._preparing.submit(torch.set_num_threads, threads)
         self._grammars = Grammars(partial(load_tokenizer, directory), loaded.logits, loaded.eos_token_ids)
@@ -80,7 +85,7 @@ class TransformersEngine(Engine):
             self._decoding = "cuda graphs"
         self._loaded = loaded
         self._intake = Intake(loaded, self._options, self._context_length)
-        return Scheduler(runner, batch, self._options, self._total_blocks, interleave), self._encoder
+        return Scheduler(runner, batch, self._options, self._total_blocks, interleave), self._encoders
 
     def _info(self) -> EngineInfo:
         loaded, options = self._require_loaded(), self._options
@@ -91,7 +96,7 @@ class TransformersEngine(Engine):
             max_num_seqs=options.max_batch_size,
             max_num_batched_tokens=options.max_num_tokens,
             media=self._media(loaded),
-            hidden_size=loaded.hidden_size if self._encoder else None,
+            hidden_size=loaded.hidden_size if self._encoders else None,
             extras={
                 "architecture": loaded.architecture,
                 "family": loaded.family.name if loaded.family else "text",
@@ -113,7 +118,15 @@ class TransformersEngine(Engine):
         image = MediaInput(
             placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=options
         )
-        return {"image": image}
+        if loaded.video is None:
+            return {"image": image}
+        video = MediaInput(
+            placeholder_id=loaded.video.feature,
+            encodes=True,
+            takes_encoded=True,
+            options={**options, **frame_options(loaded.processor.video_processor)},
+        )
+        return {"image": image, "video": video}
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         return self._stream(request, lambda: self._require_intake().sequence(request, Stage.GENERATE))
@@ -139,20 +152,18 @@ class TransformersEngine(Engine):
         return self._stream(request, lambda: self._require_intake().continued(request, first, state))
 
     def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
-        width, height = shape.sizes
-        return self._require_encoder().tokens_of(width, height, options)
+        return self._require_encoder(shape.kind).tokens_of(shape.sizes, options)
 
     async def encode(self, items: Sequence[DecodedMedia]) -> list[EncodedMedia]:
-        encoder, worker = self._require_encoder(), self._require_worker()
+        worker = self._require_worker()
         worker.require_alive()
         loop = asyncio.get_running_loop()
         jobs: list[EncodeJob] = []
         try:
-            for image in items:
-                if not isinstance(image, DecodedImage):
-                    raise ClientFault(f"this model takes no {image.kind}")
-                pixels = await loop.run_in_executor(self._preparing, encoder.preprocess, image)
-                jobs.append(EncodeJob(pixels, Sink()))
+            for item in items:
+                prepare = self._require_encoder(item.kind).preprocess
+                pixels = await loop.run_in_executor(self._preparing, prepare, item)
+                jobs.append(EncodeJob(item.kind, pixels, Sink()))
                 worker.submit(jobs[-1])
             return [await job.sink.get() for job in jobs]
         except BaseException:
@@ -163,7 +174,9 @@ class TransformersEngine(Engine):
     def adopt_embeddings(
         self, kind: str, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]
     ) -> EncodedMedia:
-        return self._require_encoder().adopt(digest, tensors, extras)
+        if kind != "image" or self._image is None:
+            raise ClientFault(f"this model takes no precomputed embeddings of {kind}")
+        return self._image.adopt(digest, tensors, extras)
 
     async def check_health(self) -> None:
         self._require_worker().require_alive()
@@ -225,8 +238,8 @@ class TransformersEngine(Engine):
             raise EngineDead("the engine has not been started")
         return self._worker
 
-    def _require_encoder(self) -> ImageEncoder:
+    def _require_encoder(self, kind: str) -> MediaEncoder:
         self._require_loaded()
-        if self._encoder is None:
-            raise ClientFault("this worker takes no images")
-        return self._encoder
+        if kind not in self._encoders:
+            raise ClientFault(f"this model takes no {kind}")
+        return self._encoders[kind]

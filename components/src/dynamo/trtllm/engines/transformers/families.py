@@ -1,14 +1,15 @@
 """The multimodal models that the portable engine serves: one row for each family.
 
-A row says what the chat template writes for an image, what that becomes in the prompt, and what the text model needs beside the
-features. A family is added with a row here and a tiny model in the tests that proves it against `generate`.
+A row says what the chat template writes for an image or a video, what that becomes in the prompt, and what the text model needs
+beside the features. A family is added with a row here and a tiny model in the tests that proves it against `generate`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo.trtllm.engines.port import ProcessorOption
@@ -35,6 +36,40 @@ class ImageTokens:
     """Patches per side that become one row of features."""
     patch: int = 1
     """Pixels per side of a patch."""
+
+
+@dataclass(frozen=True)
+class VideoTokens:
+    """The ids that stand for a video in a prompt, and how its frames become rows of features."""
+
+    feature: int
+    """What the chat template writes once per video, and what stands for one row of features."""
+    merge: int
+    """Patches per side that become one row of features."""
+    together: int
+    """Frames that become one row of features: a temporal patch."""
+    begin: int
+    end: int
+    """Around the rows of a temporal patch, where times are written."""
+    write: Callable[[str], Sequence[int]] | None = None
+    """Ids of a text; given where the time of each temporal patch stands before it in the prompt."""
+    paced: bool = False
+    """Positions follow the seconds between temporal patches, `second_per_grid_ts`."""
+
+    @property
+    def around(self) -> int:
+        """The fewest ids of a temporal patch beside its rows."""
+        return 0 if self.write is None else 3
+
+    def expand(self, grid: Sequence[int], times_s: Sequence[float]) -> tuple[int, ...]:
+        """What the placeholder becomes: rows by `grid` (temporal patches, height and width in patches)."""
+        rows = (self.feature,) * (grid[1] * grid[2] // self.merge**2)
+        if self.write is None:
+            return rows * grid[0]
+        ids: list[int] = []
+        for time_s in times_s:
+            ids += [*self.write(f"<{time_s:.1f} seconds>"), self.begin, *rows, self.end]
+        return tuple(ids)
 
 
 class ProcessorCall(NamedTuple):
@@ -73,7 +108,9 @@ class Family:
     image_options: Callable[[ImageTokens, int], Mapping[str, ProcessorOption]] = _no_options
     """Keys of `mm_processor_kwargs` for images; the second argument is the context length."""
     image_call: Callable[[Any, Options], ProcessorCall] = _plain_call
-    """How those keys are said to the image processor, the first argument."""
+    """How those keys are said to the image processor, the first argument; and to the video processor, which takes the same."""
+    video: Callable[[Any, Any], VideoTokens] | None = None
+    """Reads the ids for videos like `tokens`; None: the family takes none here."""
 
 
 def _repeat(tokens: ImageTokens, rows: int, extras: Extras) -> tuple[int, ...]:
@@ -172,6 +209,23 @@ def _qwen_tokens(config: Any, processor: Any) -> ImageTokens:
     return ImageTokens(image, image, merge=vision.spatial_merge_size, patch=vision.patch_size)
 
 
+def _qwen_video(config: Any, processor: Any, *, paced: bool = False, timed: bool = False) -> VideoTokens:
+    def write(text: str) -> Sequence[int]:
+        ids: list[int] = processor.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    vision = config.vision_config
+    return VideoTokens(
+        config.video_token_id,
+        merge=vision.spatial_merge_size,
+        together=vision.temporal_patch_size,
+        begin=config.vision_start_token_id,
+        end=config.vision_end_token_id,
+        write=write if timed else None,
+        paced=paced,
+    )
+
+
 def _llava_tokens(config: Any, processor: Any) -> ImageTokens:
     return ImageTokens(config.image_token_id, config.image_token_id)
 
@@ -199,9 +253,14 @@ _QWEN: dict[str, Any] = {
 }
 
 FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": Family("Qwen2-VL", **_QWEN),
-    "qwen2_5_vl": Family("Qwen2.5-VL", **_QWEN),
-    "qwen3_vl": Family("Qwen3-VL", **_QWEN, levels=lambda config: len(config.vision_config.deepstack_visual_indexes)),
+    "qwen2_vl": Family("Qwen2-VL", **_QWEN, video=_qwen_video),
+    "qwen2_5_vl": Family("Qwen2.5-VL", **_QWEN, video=partial(_qwen_video, paced=True)),
+    "qwen3_vl": Family(
+        "Qwen3-VL",
+        **_QWEN,
+        levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
+        video=partial(_qwen_video, timed=True),
+    ),
     "llava": Family("LLaVA", _llava_tokens, _repeat, _no_extras),
     "llava_next": Family("LLaVA-NeXT", _llava_tokens, _repeat, _no_extras, size_key="image_sizes"),
     "mistral3": Family(

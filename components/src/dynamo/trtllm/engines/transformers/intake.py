@@ -19,6 +19,7 @@ from dynamo.trtllm.engines.transformers.worker import Sink
 from dynamo.trtllm.errors import ClientFault, EngineFault, LimitFault, PartFault, require_room
 
 _MAX_SEED = 1 << 63
+_NO_TOKEN_BETWEEN = "there must be at least one token between it and what stands before it"
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Intake:
         images = tuple(map(self._span, itertools.repeat(prompt.token_ids), prompt.media, prompt.positions()))
         for position, (before, after) in zip(prompt.positions()[1:], itertools.pairwise(images), strict=True):
             if before.stop >= after.start:
-                raise PartFault(position, "there must be at least one token between two images", kind=after.item.kind)
+                raise PartFault(position, _NO_TOKEN_BETWEEN, kind=after.item.kind)
         if request.choices > 1 and images and images[-1].stop == length:
             raise PartFault(prompt.positions()[-1], "with n above 1 text must follow it", kind=images[-1].item.kind)
         _require_known_ids(prompt.token_ids, images if stage is not Stage.DECODE else None, loaded)
@@ -64,13 +65,13 @@ class Intake:
         )
 
     def _span(self, token_ids: Sequence[int], media: PlacedMedia, position: int) -> ImageSpan:
-        """One image at its place, with as many rows of features as the prompt has image tokens there."""
+        """One item at its place, with as many rows of features as the prompt has tokens for them there."""
         loaded, item = self.loaded, media.item
-        if loaded.image is None:
-            raise ClientFault("this worker takes no images")
+        if item.kind not in loaded.features:
+            raise PartFault(position, f"this worker takes no {item.kind}s", kind=item.kind)
         if not isinstance(item, EncodedMedia):
-            raise EngineFault("the portable engine takes images only through its encode stage")
-        placed = token_ids[media.start : media.start + media.length].count(loaded.image.feature)
+            raise EngineFault("the portable engine takes media only through its encode stage")
+        placed = token_ids[media.start : media.start + media.length].count(loaded.features[item.kind])
         names = ["features", *(f"features.{level}" for level in range(1, loaded.levels + 1))]
         for name in names:
             tensor = item.tensors.get(name)
@@ -112,9 +113,13 @@ def _require_known_ids(token_ids: Sequence[int], images: tuple[ImageSpan, ...] |
     """Ids must lie in the embedding table, but for image tokens that stand for features. `images` is None in the decode stage."""
     if min(token_ids) >= 0 and max(token_ids) < loaded.vocabulary:
         return
-    feature = loaded.image.feature if loaded.image else None
-    unknown = [i for i in token_ids if i != feature and not 0 <= i < loaded.vocabulary]
+    features = set(loaded.features.values())
+    unknown = [i for i in token_ids if i not in features and not 0 <= i < loaded.vocabulary]
     if unknown:
         raise ClientFault(f"token id {unknown[0]} is not in the model's vocabulary of {loaded.vocabulary}")
-    if images is not None and token_ids.count(feature) != sum(s.item.tensors["features"].shape[0] for s in images):
-        raise ClientFault("the prompt holds image tokens that belong to no image")
+    if images is None:
+        return
+    for kind, feature in loaded.features.items():
+        rows = sum(span.item.tensors["features"].shape[0] for span in images if span.item.kind == kind)
+        if token_ids.count(feature) != rows:
+            raise ClientFault(f"the prompt holds {kind} tokens that belong to no {kind}")

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from dynamo.trtllm.config import EngineConfig, Modality
 from dynamo.trtllm.engines.transformers.attention import ATTENTION_NAME, register
 from dynamo.trtllm.engines.transformers.cache import CacheShape
-from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, ImageTokens, supported_names
+from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, ImageTokens, VideoTokens, supported_names
 from dynamo.trtllm.engines.transformers.fusion import fuse
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.errors import StartupError
@@ -45,6 +45,7 @@ class LoadedModel:
     """None: text only, either by model or by modality."""
     processor: Any
     image: ImageTokens | None
+    video: VideoTokens | None
     levels: int
     cache_shape: CacheShape
     layer_types: tuple[str, ...]
@@ -59,6 +60,12 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     stock_attention: str
     """The attention that Transformers would use, which the check at start compares with."""
+
+    @property
+    def features(self) -> dict[str, int]:
+        """The id that stands for one row of features, by the kinds of media that the model takes."""
+        tokens = {"image": self.image, "video": self.video}
+        return {kind: each.feature for kind, each in tokens.items() if each is not None}
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +107,7 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
         family=family if with_images else None,
         processor=processor,
         image=family.tokens(model.config, processor) if family and with_images else None,
+        video=family.video(model.config, processor) if family and family.video and with_images else None,
         levels=family.levels(model.config) if family and with_images else 0,
         cache_shape=shape,
         layer_types=layer_types,

@@ -49,26 +49,40 @@ class ModelRunner:
         return self._device
 
     def prepare(self, sequence: Sequence) -> None:
-        """Lay out a prompt's images: which tokens take features, which see one another, and the positions."""
+        """Lay out a prompt's media: which tokens take features, which see one another, and the positions."""
         if not sequence.images:
             return
-        image, family, length = self._loaded.image, self._loaded.family, len(sequence.prompt_ids)
-        assert image is not None
+        family, length = self._loaded.family, len(sequence.prompt_ids)
         assert family is not None
         ids = torch.tensor(sequence.prompt_ids)
-        spans = torch.full((length,), -1)
+        spans, features = torch.full((length,), -1), torch.full((length,), -1)
         for number, span in enumerate(sequence.images):
             spans[span.start : span.stop] = number
-        is_feature = (spans >= 0) & (ids == image.feature)
+            features[span.start : span.stop] = self._loaded.features[span.item.kind]
+        is_feature = (spans >= 0) & (ids == features)
         sequence.feature_mask = is_feature.to(self._device)
         if family.mutual:
             sequence.mutual = spans.masked_fill(~is_feature, -1).to(self._device)
         if family.grid:
-            grids = torch.tensor([span.item.extras["image_grid_thw"] for span in sequence.images])
-            kinds = is_feature.long()[None]
-            positions, delta = self._loaded.model.base_model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
-            sequence.positions = positions[:, 0].to(self._device)
-            sequence.rope_delta = int(delta)
+            self._place(sequence, ids, is_feature)
+
+    def _place(self, sequence: Sequence, ids: torch.Tensor, is_feature: torch.Tensor) -> None:
+        """Set the positions that the model itself gives to a prompt with media (M-RoPE)."""
+        kinds, sizes = torch.zeros_like(ids), {}
+        for number, kind in enumerate(("image", "video"), start=1):
+            items = [span.item for span in sequence.images if span.item.kind == kind]
+            if items:
+                key = f"{kind}_grid_thw"
+                sizes[key] = torch.tensor([item.extras[key] for item in items])
+                kinds[is_feature & (ids == self._loaded.features[kind])] = number
+        videos = [span.item for span in sequence.images if span.item.kind == "video"]
+        paces = [item.extras["second_per_grid_ts"] for item in videos if "second_per_grid_ts" in item.extras]
+        if paces:
+            sizes["second_per_grid_ts"] = torch.tensor(paces)
+        positions, _ = self._loaded.model.base_model.get_rope_index(ids[None], kinds[None], **sizes)
+        sequence.positions = positions[:, 0].to(self._device)
+        # As `generate` goes on: behind the last token, even where a video's times lie further ahead.
+        sequence.rope_delta = int(positions[:, 0, -1].max()) + 1 - len(ids)
 
     def prefill(self, chunks: Items[Chunk]) -> torch.Tensor:
         """Compute `chunks` in one forward; several only if each is whole. Returns the logits [chunks, vocabulary] at their ends.

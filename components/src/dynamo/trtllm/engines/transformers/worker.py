@@ -7,15 +7,15 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from dynamo.trtllm import metrics
-from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, PixelInputs
+from dynamo.trtllm.engines.transformers.encoder import MediaEncoder, PixelInputs
 from dynamo.trtllm.engines.transformers.scheduler import Scheduler, device_is_lost
 from dynamo.trtllm.engines.transformers.sequence import Sequence
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
@@ -31,8 +31,9 @@ _LONG_PICTURES = 1 << 22
 
 @dataclass(eq=False)
 class EncodeJob:
-    """One image on its way through the vision tower."""
+    """One item on its way through the vision tower."""
 
+    kind: str
     pixels: PixelInputs
     sink: Any
 
@@ -60,6 +61,10 @@ class Sink:
         return item
 
 
+Setup: TypeAlias = Callable[[], tuple[Scheduler, Mapping[str, MediaEncoder]]]
+"""Loads the model: what runs its steps, and what encodes, by the kinds of media that it takes."""
+
+
 class Worker:
     """Runs `setup` and then the step loop in a thread of its own.
 
@@ -72,11 +77,11 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._encodes: deque[EncodeJob] = deque()
         self._scheduler: Scheduler | None = None
-        self._encoder: ImageEncoder | None = None
+        self._encoders: Mapping[str, MediaEncoder] = {}
         self.encoded_images = 0
         self.dead: EngineDead | None = None
 
-    async def start(self, setup: Callable[[], tuple[Scheduler, ImageEncoder | None]]) -> None:
+    async def start(self, setup: Setup) -> None:
         """Start the thread and wait until `setup` has run in it; its exception is raised here."""
         ready: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, args=(setup, ready), name="engine", daemon=True)
@@ -122,10 +127,10 @@ class Worker:
             metrics.ENGINE_PROMPT_TOKENS: scheduler.prompt_tokens,
         }
 
-    def _main(self, setup: Callable[[], tuple[Scheduler, ImageEncoder | None]], ready: asyncio.Future[None]) -> None:
+    def _main(self, setup: Setup, ready: asyncio.Future[None]) -> None:
         with torch.inference_mode():
             try:
-                self._scheduler, self._encoder = setup()
+                self._scheduler, self._encoders = setup()
             except BaseException as error:
                 self.dead = EngineDead("the engine did not start")
                 self._call(_settle, ready, error)
@@ -186,12 +191,12 @@ class Worker:
             scheduler.cancel(item)
 
     def _encode_step(self) -> None:
-        """Encode what has gathered while the last step ran, up to a batch."""
+        """Encode what has gathered while the last step ran, up to a batch of one kind."""
         jobs: list[EncodeJob] = []
         values = 0
         while self._encodes and len(jobs) < _MAX_ENCODE_BATCH:
             values += sum(t.numel() for t in self._encodes[0].pixels.tensors.values())
-            if jobs and values > _MAX_ENCODE_VALUES:
+            if jobs and (values > _MAX_ENCODE_VALUES or self._encodes[0].kind != jobs[0].kind):
                 break
             jobs.append(self._encodes.popleft())
         assert self._scheduler is not None
@@ -205,19 +210,18 @@ class Worker:
             raise
 
     def _encode(self, jobs: list[EncodeJob]) -> list[tuple[Any, Any]]:
-        assert self._encoder is not None
         try:
-            images = self._encoder.encode([job.pixels for job in jobs])
+            encoded = self._encoders[jobs[0].kind].encode([job.pixels for job in jobs])
         except Exception as error:
             if device_is_lost(error):
                 raise
             if len(jobs) > 1:
                 return [event for job in jobs for event in self._encode([job])]
-            fault = EngineFault("the engine failed on this image")
+            fault = EngineFault(f"the engine failed on this {jobs[0].kind}")
             fault.__cause__ = error
             return [(jobs[0].sink, fault)]
         self.encoded_images += len(jobs)
-        return [(job.sink, image) for job, image in zip(jobs, images, strict=True)]
+        return [(job.sink, item) for job, item in zip(jobs, encoded, strict=True)]
 
     def _end_all(self, scheduler: Scheduler, reason: WorkerError) -> None:
         sinks = [s.sink for s in scheduler.sequences()] + [job.sink for job in self._encodes]
@@ -227,7 +231,7 @@ class Worker:
                 sinks.append(item.sink)
         scheduler.events.extend((sink, reason) for sink in sinks)
         self._flush(scheduler)
-        self._scheduler = self._encoder = None
+        self._scheduler, self._encoders = None, {}
 
     def _flush(self, scheduler: Scheduler) -> None:
         if scheduler.events:
