@@ -28,7 +28,7 @@ from dynamo.trtllm.engines.transformers.scheduler import Scheduler
 from dynamo.trtllm.engines.transformers.sequence import Sequence as EngineSequence
 from dynamo.trtllm.engines.transformers.sequence import Stage
 from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
-from dynamo.trtllm.engines.transformers.video import VideoEncoder, frame_options
+from dynamo.trtllm.engines.transformers.video import VideoEncoder
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.metrics import Readings
@@ -118,15 +118,7 @@ class TransformersEngine(Engine):
         image = MediaInput(
             placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=options
         )
-        if loaded.video is None:
-            return {"image": image}
-        video = MediaInput(
-            placeholder_id=loaded.video.feature,
-            encodes=True,
-            takes_encoded=True,
-            options={**options, **frame_options(loaded.processor.video_processor)},
-        )
-        return {"image": image, "video": video}
+        return {"image": image}
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         return self._stream(request, lambda: self._require_intake().sequence(request, Stage.GENERATE))
@@ -241,5 +233,5 @@ class TransformersEngine(Engine):
     def _require_encoder(self, kind: str) -> MediaEncoder:
         self._require_loaded()
         if kind not in self._encoders:
-            raise ClientFault(f"this model takes no {kind}")
+            raise ClientFault(f"this model takes no {kind}s")
         return self._encoders[kind]

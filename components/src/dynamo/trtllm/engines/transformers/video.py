@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 
 from dynamo.trtllm.core import DecodedMedia, DecodedVideo, EncodedMedia
-from dynamo.trtllm.engines.port import ProcessorOption
 from dynamo.trtllm.engines.transformers.encoder import FeatureCall, PixelInputs
 from dynamo.trtllm.engines.transformers.families import Family, VideoTokens
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.errors import ClientFault
-
-_MOST_FPS = 120.0
 
 
 class VideoEncoder:
@@ -86,14 +83,6 @@ class VideoEncoder:
             return None
         pairs = math.ceil(frames / self._video.together)
         return int(patches) // self._video.merge**2 + pairs * self._video.around
-
-
-def frame_options(processor: Any) -> dict[str, ProcessorOption]:
-    """Keys of `mm_processor_kwargs` that say which frames are chosen: as Transformers' video processors name them."""
-    most = int(processor.max_frames)
-    count = ProcessorOption(least=1, most=most)
-    rate = ProcessorOption(least=0.01, most=_MOST_FPS, whole=False)
-    return {"fps": rate, "num_frames": count, "min_frames": count, "max_frames": count}
 
 
 def _sampled_fps(item: DecodedVideo) -> float:
