@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Sets up .venv, starts the demo model on the portable engine behind Dynamo's frontend, asks one question about a picture, prints the
-# answer, and ends what it started. Needs python3 and git only; the first run downloads packages.
+# Sets up .venv, starts the demo model on the portable engine behind Dynamo's frontend, asks one question about a picture or a clip,
+# prints the answer, and ends what it started. Needs python3 and git only; the first run downloads packages.
 #
 # usage: launch/demo.sh [option...] [-- WORKER-ARG...]
 #
 # Options of this script
 #   --topology NAME       agg (default), disagg, disagg_e_pd or epd_disagg
 #   --image PATH_OR_URL   the picture (default: a drawn one)
-#   --prompt TEXT         the question (default: Describe the image)
+#   --video [PATH_OR_URL] asks about a clip instead (default: a drawn one), and shows its frames as a picture beside the answer
+#   --prompt TEXT         the question (default: Describe the image, or the video)
 #   --keep                goes on serving, and prints a line for curl
 # The model, its name and the engine are fixed; the port is a free one unless DYN_HTTP_PORT is set; DYNAMO_PYTHON is used as it is,
 # without a set-up. Workers may fetch from loopback and private addresses here (DYN_MM_ALLOW_INTERNAL=1), because the picture is served
@@ -29,6 +30,13 @@ while (($#)); do
             if [[ $1 == --topology ]]; then demo_topology=$2; else demo_question+=("$1" "$2"); fi
             if [[ $1 == --image && ! -f $2 && ! $2 =~ ^(https?|data): ]]; then launch_fail "--image: there is no file $2"; fi
             shift
+            ;;
+        --video)
+            demo_question+=("$1")
+            if (($# > 1)) && [[ $2 != -* ]]; then
+                [[ -f $2 || $2 =~ ^(https?|data): ]] || launch_fail "--video: there is no file $2"
+                demo_question+=("$2") && shift
+            fi
             ;;
         --keep) demo_question+=("$1") ;;
         --) demo_others+=("$@") && break ;;

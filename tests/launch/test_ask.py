@@ -12,10 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from dynamo.trtllm.demo import ask
+from dynamo.trtllm.demo.clips import read_frames
 
 
 def event(text: str | None = None, usage: dict[str, int] | None = None) -> str:
@@ -52,7 +54,10 @@ def frontend(status: int, body: str) -> Iterator[tuple[str, list[dict[str, Any]]
 
 def test_a_streamed_answer_is_put_together_and_its_usage_kept() -> None:
     usage = {"prompt_tokens": 20, "completion_tokens": 2}
-    with frontend(200, event("a red ") + event("circle") + event(usage=usage) + "data: [DONE]\n\n") as (url, requests):
+    with frontend(200, event("a red ") + event("circle") + event(usage=usage) + "data: [DONE]\n\n") as (
+        url,
+        requests,
+    ):
         answer = ask.ask(url, "demo", "http://host/picture.png", "What is it?")
     assert (answer.text, answer.prompt_tokens, answer.completion_tokens) == ("a red circle", 20, 2)
     assert answer.ttft_s > 0
@@ -61,18 +66,30 @@ def test_a_streamed_answer_is_put_together_and_its_usage_kept() -> None:
         {"type": "text", "text": "What is it?"},
         {"type": "image_url", "image_url": {"url": "http://host/picture.png"}},
     ]
-    assert (request["model"], request["stream"], request["stream_options"]) == ("demo", True, {"include_usage": True})
+    assert (request["model"], request["stream"], request["stream_options"]) == (
+        "demo",
+        True,
+        {"include_usage": True},
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "body", "sentence"),
     [
-        (400, '{"message": "image 1 is not an image", "type": "invalid"}', "the frontend answered 400: image 1 is not an image"),
+        (
+            400,
+            '{"message": "image 1 is not an image", "type": "invalid"}',
+            "the frontend answered 400: image 1 is not an image",
+        ),
         (503, '{"error": {"message": "no encoder"}}', "the frontend answered 503: no encoder"),
         (500, "", "the frontend answered 500: no reason given"),
         (200, "data: [DONE]\n\n", "the answer was empty"),
-        (200, event("a ") + 'event: error\ndata: {"message": "it broke"}\n\n', "the answer broke off: it broke"),
-        (200, event("a ") + 'event: error\n: it broke\n\n', "the answer broke off: it broke"),
+        (
+            200,
+            event("a ") + 'event: error\ndata: {"message": "it broke"}\n\n',
+            "the answer broke off: it broke",
+        ),
+        (200, event("a ") + "event: error\n: it broke\n\n", "the answer broke off: it broke"),
     ],
 )
 def test_what_goes_wrong_is_told_in_one_sentence(status: int, body: str, sentence: str) -> None:
@@ -87,12 +104,51 @@ def test_a_frontend_that_is_not_there_is_told_in_one_sentence() -> None:
 
 
 def test_the_picture_that_is_drawn_is_a_red_circle_on_blue() -> None:
-    path = ask.draw_default_picture()
+    path = ask.draw_default("image")
     with Image.open(path) as image:
         assert image.size == ask.PICTURE_SIZE
         red, _, blue = image.convert("RGB").getpixel((0, 0))  # type: ignore[misc]
     assert red < 32
     assert blue > 223
+
+
+def test_the_clip_that_is_drawn_shows_a_red_circle_on_its_way_to_the_left(tmp_path: Path) -> None:
+    path = ask.draw_default("video")
+    frames = read_frames(path)
+    assert frames.shape == (6, *ask.PICTURE_SIZE, 3)
+    redness = frames[..., 0].astype(int) - frames[..., 2]
+    places = [float(np.nonzero(each > 100)[1].mean()) for each in redness]
+    assert places == sorted(places, reverse=True)
+    assert places[0] - places[-1] > 40
+    strip = ask.KINDS["video"].show
+    assert strip is not None
+    with Image.open(strip(path, "a red circle moves to the left.")) as shown:
+        assert shown.width > 6 * 112
+        assert shown.height > 112
+        assert np.asarray(shown.convert("L"))[112:].min() < 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "image", "video"),
+    [
+        ([], None, None),
+        (["--video"], None, ""),
+        (["--video", "a.mp4"], None, "a.mp4"),
+        (["--image", "a.png"], "a.png", None),
+    ],
+)
+def test_a_clip_is_asked_about_where_one_is_named(
+    arguments: list[str], image: str | None, video: str | None
+) -> None:
+    options = ask.parse(arguments)
+    assert (options.image, options.video) == (image, video)
+
+
+def test_a_question_about_a_clip_sends_it_as_one() -> None:
+    with frontend(200, event("yes")) as (url, bodies):
+        assert ask.ask(url, "demo", "http://host/clip.mp4", "What moves?", "video").text == "yes"
+    part = {"type": "video_url", "video_url": {"url": "http://host/clip.mp4"}}
+    assert bodies[0]["messages"][0]["content"] == [{"type": "text", "text": "What moves?"}, part]
 
 
 def test_a_local_picture_is_served_byte_for_byte_and_nothing_else_is(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Asks a running frontend one question about one picture: `python -m dynamo.trtllm.demo.ask --url URL --model
-NAME`.
+"""Asks a running frontend one question about one picture or clip: `python -m dynamo.trtllm.demo.ask --url URL
+--model NAME`.
 
 A client like any other: it speaks to `/v1/chat/completions` only and knows nothing of workers. A local
-picture is served from a loopback port, which the deployment has to be allowed to fetch from
+file is served from a loopback port, which the deployment has to be allowed to fetch from
 (`DYN_MM_ALLOW_INTERNAL=1`).
 """
 
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -27,9 +27,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-QUESTION = "Describe the image"
-CAPTION = "a red circle on a blue background."
-"""What the picture shows that is drawn when none is given."""
 REMOTE_SCHEMES = ("http://", "https://", "data:")
 MAX_TOKENS = 160
 PICTURE_SIZE = (224, 224)
@@ -51,9 +48,10 @@ class Answer:
     completion_tokens: int
 
 
-def request_body(model: str, image_url: str, prompt: str) -> dict[str, Any]:
-    """The body of a chat request, without streaming."""
-    content = [{"type": "text", "text": prompt}, {"type": "image_url", "image_url": {"url": image_url}}]
+def request_body(model: str, media_url: str, prompt: str, kind: str = "image") -> dict[str, Any]:
+    """The body of a chat request about one item of `kind`, without streaming."""
+    part = f"{kind}_url"
+    content = [{"type": "text", "text": prompt}, {"type": part, part: {"url": media_url}}]
     return {
         "model": model,
         "messages": [{"role": "user", "content": content}],
@@ -62,9 +60,11 @@ def request_body(model: str, image_url: str, prompt: str) -> dict[str, Any]:
     }
 
 
-def ask(url: str, model: str, image_url: str, prompt: str, timeout_s: float = 300.0) -> Answer:
+def ask(
+    url: str, model: str, media_url: str, prompt: str, kind: str = "image", timeout_s: float = 300.0
+) -> Answer:
     """Sends the question to the frontend at `url` and times the streamed answer. Raises AskError."""
-    body = request_body(model, image_url, prompt) | {
+    body = request_body(model, media_url, prompt, kind) | {
         "stream": True,
         "stream_options": {"include_usage": True},
         "temperature": 0,
@@ -130,21 +130,58 @@ def _read_answer(events: Iterable[dict[str, Any]], started: float) -> Answer:
     return Answer(text, first - started, rate, usage.get("prompt_tokens", 0), tokens)
 
 
-def draw_default_picture() -> Path:
-    """Draws the picture that `CAPTION` describes into a temporary directory, and returns its path."""
+@dataclass(frozen=True)
+class Kind:
+    """What can be asked about. `draw` writes what `caption` describes into a folder and returns its path; `show`
+    writes a picture of a file with a text below it, and returns that picture's path."""
+
+    noun: str
+    question: str
+    caption: str
+    draw: Callable[[Path, str], Path]
+    show: Callable[[Path, str], Path] | None = None
+
+
+def _draw_picture(folder: Path, caption: str) -> Path:
     from dynamo.trtllm.demo.pictures import draw
 
-    picture = next(drawn for seed in count() if (drawn := draw(seed, PICTURE_SIZE)).caption == CAPTION)
-    path = Path(tempfile.mkdtemp(prefix="dynamo-trtllm-demo-")) / "picture.png"
-    picture.image.save(path)
-    return path
+    picture = next(drawn for seed in count() if (drawn := draw(seed, PICTURE_SIZE)).caption == caption)
+    picture.image.save(folder / "picture.png")
+    return folder / "picture.png"
+
+
+def _draw_clip(folder: Path, caption: str) -> Path:
+    from dynamo.trtllm.demo.clips import draw_clip, write_mp4
+
+    seed = next(seed for seed in count() if draw_clip(seed, PICTURE_SIZE, frames=1).caption == caption)
+    write_mp4(draw_clip(seed, PICTURE_SIZE), folder / "clip.mp4")
+    return folder / "clip.mp4"
+
+
+def _show_frames(path: Path, text: str) -> Path:
+    from dynamo.trtllm.demo.clips import film_strip, read_frames
+
+    strip = Path(tempfile.mkdtemp(prefix="dynamo-trtllm-demo-")) / "frames.png"
+    film_strip(read_frames(path), text).save(strip)
+    return strip
+
+
+KINDS = {
+    "image": Kind("picture", "Describe the image", "a red circle on a blue background.", _draw_picture),
+    "video": Kind("clip", "Describe the video", "a red circle moves to the left.", _draw_clip, _show_frames),
+}
+
+
+def draw_default(kind: str) -> Path:
+    """Draws what the kind's `caption` describes into a temporary directory, and returns its path."""
+    return KINDS[kind].draw(Path(tempfile.mkdtemp(prefix="dynamo-trtllm-demo-")), KINDS[kind].caption)
 
 
 @contextlib.contextmanager
 def served(path: Path) -> Iterator[str]:
     """Serves one file, and nothing else, on a random loopback port; yields its URL."""
     content = path.read_bytes()
-    name = f"/picture{path.suffix}"
+    name = f"/file{path.suffix}"
 
     class OneFile(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -161,7 +198,7 @@ def served(path: Path) -> Iterator[str]:
             self.send_header("Content-Type", mimetypes.guess_type(name)[0] or "application/octet-stream")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            # The frontend closes the connection when it has seen the picture's header.
+            # The frontend closes the connection when it has seen a picture's header.
             with contextlib.suppress(ConnectionError):
                 self.wfile.write(body)
 
@@ -179,41 +216,42 @@ def served(path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def reachable(image: str | None) -> Iterator[tuple[str, str]]:
-    """Yields how to name the picture to a person, and its URL. Raises AskError when there is no such file."""
-    if image is not None and image.startswith(REMOTE_SCHEMES):
-        yield (image if len(image) <= 200 else f"{image[:80]}..."), image
+def reachable(given: str | None, kind: str = "image") -> Iterator[tuple[str, str]]:
+    """Yields how to name the item to a person, and its URL. Raises AskError when there is no such file."""
+    if given is not None and given.startswith(REMOTE_SCHEMES):
+        yield (given if len(given) <= 200 else f"{given[:80]}..."), given
         return
-    path = draw_default_picture() if image is None else Path(image).expanduser().absolute()
+    path = Path(given).expanduser().absolute() if given else draw_default(kind)
     if not path.is_file():
         raise AskError(f"there is no file {path}")
     with served(path) as url:
         yield str(path), url
 
 
-def curl_command(url: str, model: str, image_url: str, prompt: str) -> str:
+def curl_command(url: str, model: str, media_url: str, prompt: str, kind: str = "image") -> str:
     """The same question as a line for a shell."""
-    body = json.dumps(request_body(model, image_url, prompt))
+    body = json.dumps(request_body(model, media_url, prompt, kind))
     return f'curl {url}/v1/chat/completions -H "Content-Type: application/json" -d {shlex.quote(body)}'
 
 
 def run(options: argparse.Namespace) -> None:
-    """Asks, prints, and with `--keep` goes on serving the picture until a signal comes."""
-    with reachable(options.image) as (shown, image_url):
-        print(f"picture: {shown}", flush=True)
-        print(f"question: {options.prompt}", flush=True)
-        answer = ask(options.url, options.model, image_url, options.prompt)
+    """Asks, prints, and with `--keep` goes on serving the file until a signal comes."""
+    name = "image" if options.video is None else "video"
+    kind, given = KINDS[name], options.image if options.video is None else options.video
+    prompt = kind.question if options.prompt is None else options.prompt
+    with reachable(given, name) as (shown, media_url):
+        print(f"{kind.noun}: {shown}", flush=True)
+        print(f"question: {prompt}", flush=True)
+        answer = ask(options.url, options.model, media_url, prompt, name)
         print(f"time to first token: {answer.ttft_s * 1000:.0f} ms", flush=True)
         rate = "one token only" if answer.tokens_per_s is None else f"{answer.tokens_per_s:.0f} tokens/s"
-        print(
-            f"speed: {rate} ({answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated)",
-            flush=True,
-        )
+        tokens = f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} generated"
+        print(f"speed: {rate} ({tokens})", flush=True)
+        if kind.show is not None and Path(shown).is_file():
+            print(f"shown with its answer: {kind.show(Path(shown), answer.text.strip())}", flush=True)
         if options.keep:
-            print(
-                f"ask again: {curl_command(options.url, options.model, image_url, options.prompt)}",
-                flush=True,
-            )
+            curl = curl_command(options.url, options.model, media_url, prompt, name)
+            print(f"ask again: {curl}", flush=True)
         print(f"answer: {answer.text.strip()}", flush=True)
         if options.keep:
             signal.sigwait({signal.SIGTERM, signal.SIGINT})
@@ -221,18 +259,19 @@ def run(options: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m dynamo.trtllm.demo.ask", description="Asks one question about one picture."
+        prog="python -m dynamo.trtllm.demo.ask", description="Asks one question about one picture or clip."
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the frontend (default %(default)s)")
     parser.add_argument("--model", default="demo", help="the model's name (default %(default)s)")
+    media = parser.add_mutually_exclusive_group()
+    for name, kind in KINDS.items():
+        drawn = f"the {kind.noun}; left out, one of {kind.caption[:-1]} is drawn"
+        value: dict[str, Any] = {} if name == "image" else {"nargs": "?", "const": ""}
+        media.add_argument(f"--{name}", metavar="PATH_OR_URL", help=drawn, **value)
+    questions = ", ".join(kind.question for kind in KINDS.values())
+    parser.add_argument("--prompt", metavar="TEXT", help=f"the question (default, by kind: {questions})")
     parser.add_argument(
-        "--image", metavar="PATH_OR_URL", help=f"the picture; left out, one of {CAPTION[:-1]} is drawn"
-    )
-    parser.add_argument(
-        "--prompt", metavar="TEXT", default=QUESTION, help="the question (default %(default)s)"
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="go on serving a local picture, and print the line for curl"
+        "--keep", action="store_true", help="go on serving a local file, and print the line for curl"
     )
     return parser.parse_args(arguments)
 

@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from .pictures import COLOURS, MAX_TILT_DEG, SHAPES, degraded, jittered, shape_mask, with_article
 
@@ -32,6 +32,7 @@ MAX_DRIFT = 0.12
 STILL = 0.2
 """The share of clips in which nothing moves."""
 FRAMES_PER_S = 12
+_TEXT_ROOM = 28
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,25 @@ def write_mp4(clip: Clip, path: Path, frames_per_s: int = FRAMES_PER_S) -> None:
         container.mux(stream.encode())
 
 
-def film_strip(frames: Frames, height: int = 112, gap: int = 4) -> Image.Image:
-    """The frames side by side, scaled to `height` pixels, white between them."""
+def read_frames(path: Path, frames_per_s: float = 2.0, least: int = 4, most: int = 8) -> Frames:
+    """Frames of a video file, as evenly as the demo model gets them. Needs PyAV, and memory for the whole video."""
+    import av
+
+    with av.open(str(path)) as container:
+        rate = float(container.streams.video[0].average_rate or FRAMES_PER_S)
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    wanted = min(max(int(len(frames) / rate * frames_per_s), least), most, len(frames))
+    return np.stack([frames[place * len(frames) // wanted] for place in range(wanted)])
+
+
+def film_strip(frames: Frames, text: str = "", height: int = 112, gap: int = 4) -> Image.Image:
+    """The frames side by side, scaled to `height` pixels, white between them, and `text` below them."""
     width = max(1, round(frames.shape[2] * height / frames.shape[1]))
-    strip = Image.new("RGB", (len(frames) * (width + gap) - gap, height), "white")
+    strip = Image.new(
+        "RGB", (len(frames) * (width + gap) - gap, height + (_TEXT_ROOM if text else 0)), "white"
+    )
     for place, frame in enumerate(frames):
         strip.paste(Image.fromarray(frame).resize((width, height)), (place * (width + gap), 0))
+    if text:
+        ImageDraw.Draw(strip).text((gap, height + gap), text, "black", font=ImageFont.load_default(size=16))
     return strip
