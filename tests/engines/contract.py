@@ -7,7 +7,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynamo.trtllm.core import DecodedImage, EncodedMedia, PlacedMedia, Prompt, Sampling, Step, StepLogprobs, Tokens, Usage
+from dynamo.trtllm.core import (
+    DecodedImage,
+    DecodedMedia,
+    DecodedVideo,
+    EncodedMedia,
+    MediaShape,
+    PlacedMedia,
+    Prompt,
+    Sampling,
+    Step,
+    StepLogprobs,
+    Tokens,
+    Usage,
+)
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest
 
 
@@ -21,8 +34,19 @@ class Subject:
     """A prompt without media that the model takes."""
     images: Sequence[DecodedImage] = ()
     """Images of different sizes; empty where the engine takes none."""
+    videos: Sequence[DecodedVideo] = ()
+    """Likewise."""
     restart: Callable[[], Awaitable[Engine]] | None = None
     supports: frozenset[str] = frozenset({"sampling", "prefill", "top_logprobs"})
+
+
+def shape_of(item: DecodedMedia) -> MediaShape:
+    """How large an image or a video is, as a worker says it before it is encoded."""
+    if isinstance(item, DecodedVideo):
+        frames, height, width, _ = item.frames.shape
+        return MediaShape("video", (frames, width, height))
+    assert isinstance(item, DecodedImage)
+    return MediaShape("image", item.image.size)
 
 
 @dataclass
@@ -37,9 +61,13 @@ class Output:
     steps: int = 0
 
 
-def request(ids: Sequence[int], *, media: Sequence[PlacedMedia] = (), request_id: str = "r", **sampling: Any) -> EngineRequest:
+def request(
+    ids: Sequence[int], *, media: Sequence[PlacedMedia] = (), request_id: str = "r", **sampling: Any
+) -> EngineRequest:
     """A request with the given prompt and sampling fields."""
-    return EngineRequest(request_id=request_id, prompt=Prompt(tuple(ids), tuple(media)), sampling=Sampling(**sampling))
+    return EngineRequest(
+        request_id=request_id, prompt=Prompt(tuple(ids), tuple(media)), sampling=Sampling(**sampling)
+    )
 
 
 def as_step(output: Step | Tokens) -> Step:
@@ -78,7 +106,9 @@ async def split(engine: Engine, each: EngineRequest) -> Output:
     prefilled = await engine.prefill(each)
     output = Output()
     add(output, prefilled.first)
-    follow = EngineRequest(request_id=each.request_id, prompt=Prompt(prefilled.prompt_token_ids), sampling=each.sampling)
+    follow = EngineRequest(
+        request_id=each.request_id, prompt=Prompt(prefilled.prompt_token_ids), sampling=each.sampling
+    )
     if output.finish is not None:
         if prefilled.state is not None:
             engine.abandon(follow, prefilled.state)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from PIL import Image
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig, EngineKind
-from dynamo.trtllm.core import DecodedImage, MediaShape
+from dynamo.trtllm.core import DecodedImage, DecodedMedia, DecodedVideo
 from dynamo.trtllm.engines.factory import create_engine
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from engines.contract import Subject, generate, place, request, split, steps_of
+from engines.contract import Subject, generate, place, request, shape_of, split, steps_of
 
 TEXT_IDS = tuple(range(300, 312))
 
@@ -26,9 +27,19 @@ def _images() -> list[DecodedImage]:
     return [DecodedImage(f"image{i}", Image.new("RGB", size, (40 * i, 90, 200))) for i, size in enumerate(sizes)]
 
 
+def _videos() -> list[DecodedVideo]:
+    found = []
+    for frames, width, height in ((4, 112, 112), (7, 84, 140)):
+        pixels = np.arange(frames * height * width * 3).reshape(frames, height, width, 3) % (200 + frames)
+        indices = tuple(range(0, 12 * frames, 12))
+        found.append(DecodedVideo(f"video{frames}", pixels.astype(np.uint8), indices, 24.0, 12 * frames, frames / 2))
+    return found
+
+
 def _config(kind: str) -> EngineConfig:
     if kind == "double":
-        return EngineConfig(kind=EngineKind.DOUBLE, double_script={"placeholder_ids": {"image": 299}, "context_length": 512})
+        script = {"placeholder_ids": {"image": 299, "video": 298}, "context_length": 512}
+        return EngineConfig(kind=EngineKind.DOUBLE, double_script=script)
     return EngineConfig(
         kind=EngineKind(kind),
         model_path=str(DEMO_DIRECTORY),
@@ -42,7 +53,7 @@ def _config(kind: str) -> EngineConfig:
 async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     engine = create_engine(_config(request.param))
     info = await engine.start()
-    yield Subject(engine, info, TEXT_IDS, _images())
+    yield Subject(engine, info, TEXT_IDS, _images(), _videos())
     await engine.close()
 
 
@@ -174,17 +185,34 @@ async def test_closing_a_stream_frees_its_slot_and_leaves_others_alone(subject: 
 
 @pytest.mark.asyncio
 async def test_images_are_encoded_in_order_to_the_length_that_was_foretold(subject: Subject) -> None:
-    encoded = await subject.engine.encode(subject.images)
-    assert [e.digest for e in encoded] == [i.digest for i in subject.images]
-    for each, image in zip(encoded, subject.images, strict=True):
-        assert len(each.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size), {})
+    await _require_foretold(subject, subject.images)
+
+
+@pytest.mark.asyncio
+async def test_videos_and_images_are_encoded_in_order_to_the_length_that_was_foretold(subject: Subject) -> None:
+    await _require_foretold(subject, [subject.videos[0], subject.images[0], subject.videos[1]])
+
+
+async def _require_foretold(subject: Subject, items: Sequence[DecodedMedia]) -> None:
+    encoded = await subject.engine.encode(items)
+    assert [(each.kind, each.digest) for each in encoded] == [(item.kind, item.digest) for item in items]
+    for each, item in zip(encoded, items, strict=True):
+        assert len(each.token_ids) == subject.engine.media_tokens(shape_of(item), {})
         assert each.tensors["features"].shape == (len(each.token_ids), subject.info.hidden_size)
 
 
 @pytest.mark.asyncio
 async def test_images_split_over_prefill_and_decode_give_what_generate_gives(subject: Subject) -> None:
-    encoded = await subject.engine.encode(subject.images)
-    ids, placed = place(subject.text_ids, encoded, subject.text_ids)
+    await _require_the_same_split(subject, subject.images)
+
+
+@pytest.mark.asyncio
+async def test_videos_beside_images_split_over_prefill_and_decode_give_what_generate_gives(subject: Subject) -> None:
+    await _require_the_same_split(subject, [subject.images[1], *subject.videos])
+
+
+async def _require_the_same_split(subject: Subject, items: Sequence[DecodedMedia]) -> None:
+    ids, placed = place(subject.text_ids, await subject.engine.encode(items), subject.text_ids)
     asked = request(ids, media=placed, max_tokens=10, ignore_eos=True)
     whole, halves = await generate(subject.engine, asked), await split(subject.engine, asked)
     assert halves.token_ids == whole.token_ids
