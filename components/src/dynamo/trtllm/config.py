@@ -42,9 +42,9 @@ from dynamo.trtllm.values import (
 
 __all__ = ["MEBIBYTE", "EngineKind", "Modality", "Role", "default_endpoint"]  # with what is defined here
 
-_WITH_ENCODER = frozenset({Role.AGGREGATED, Role.PREFILL})
-_WITH_MEDIA = frozenset({Role.AGGREGATED, Role.PREFILL, Role.ENCODE})
-_WITH_KV_CACHE = frozenset({Role.AGGREGATED, Role.PREFILL, Role.DECODE})
+_WITH_ENCODER = frozenset(role for role in Role if role.prefills)
+_WITH_MEDIA = frozenset(role for role in Role if role.reads_media)
+_WITH_KV_CACHE = frozenset(role for role in Role if role.runs_language_model)
 _PORTABLE = frozenset({EngineKind.TRANSFORMERS})
 _CHECK, _OLDER = "Check", "Older flags"
 
@@ -384,7 +384,7 @@ class PeerConfig:
         "dyn://dynamo.prefill.generate",
         "Prefill workers that decode asks again when that of a request was lost; in this worker's own "
         "namespace by default.",
-        roles=frozenset({Role.DECODE}),
+        roles=frozenset(role for role in Role if role.asks_prefill_workers),
     )
     timeout_s: float = flag(
         "--peer-timeout",

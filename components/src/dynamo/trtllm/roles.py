@@ -6,12 +6,51 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """What this process does in its topology (`--disaggregation-mode`)."""
+    """What this process does in its topology (`--disaggregation-mode`).
+
+    Whoever needs to know what a role does asks one of the properties; only `request_handlers.handlers` compares roles, to build
+    the role's handler, besides tables that hold one entry for each.
+    """
 
     AGGREGATED = "agg"
     PREFILL = "prefill"
     DECODE = "decode"
     ENCODE = "encode"
+
+    @property
+    def prefills(self) -> bool:
+        """Computes prompts and the first token; loads a prompt's media, or asks an encode worker for them."""
+        return self in (Role.AGGREGATED, Role.PREFILL)
+
+    @property
+    def decodes(self) -> bool:
+        """Computes answers: Dynamo's frontend sends clients' requests here, and streams what comes back."""
+        return self in (Role.AGGREGATED, Role.DECODE)
+
+    @property
+    def runs_language_model(self) -> bool:
+        """Has a text model and a KV cache; False for the role that only turns media into embeddings."""
+        return self.prefills or self.decodes
+
+    @property
+    def reads_media(self) -> bool:
+        """Fetches and decodes media."""
+        return self.prefills or not self.decodes
+
+    @property
+    def other_half(self) -> Role | None:
+        """The role that KV caches go to or come from; None where they stay, or where there are none."""
+        return {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(self)
+
+    @property
+    def moves_kv_caches(self) -> bool:
+        """A request's KV cache leaves this worker, or comes from another one."""
+        return self.other_half is not None
+
+    @property
+    def asks_prefill_workers(self) -> bool:
+        """Asks a prefill worker by itself, for a request whose KV cache is lost or was never made."""
+        return self.other_half is Role.PREFILL
 
 
 class Modality(str, Enum):

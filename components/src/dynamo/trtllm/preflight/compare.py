@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Role, WorkerConfig
+from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, WorkerConfig
 from dynamo.trtllm.preflight.faults import longest_prompt, release_to_check
 from dynamo.trtllm.preflight.shape import ModelShape
 from dynamo.trtllm.utils.engine_args import drop_empty
@@ -25,7 +25,8 @@ _MUST_AGREE = {
 
 def read_other(config: WorkerConfig, path: Path) -> WorkerConfig:
     """The other side of `config`: the same worker with the other role and the engine arguments of `path`."""
-    role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
+    role = config.role.other_half
+    assert role is not None, "only prefill and decode workers have another side"
     filled, _ = drop_empty(read_yaml(path))
     args, origins = merge_layers([Layer("default", DEFAULT_ENGINE_ARGS), Layer(f"file {path.name}", filled)])
     args.pop("double", None)
@@ -34,7 +35,7 @@ def read_other(config: WorkerConfig, path: Path) -> WorkerConfig:
 
 def compare(config: WorkerConfig, other: WorkerConfig, shape: ModelShape | None) -> tuple[list[str], list[str]]:
     """Faults and notes about the pair."""
-    prefill, decode = (config, other) if config.role is Role.PREFILL else (other, config)
+    prefill, decode = (config, other) if config.role.prefills else (other, config)
     faults: list[str] = []
     notes: list[str] = []
     for dotted, (default, reason) in _MUST_AGREE.items():

@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib import metadata, util
 from typing import Any
 
-from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, WorkerConfig
 from dynamo.trtllm.engines.tensorrt_llm.arguments import needs_transceiver
 from dynamo.trtllm.engines.tensorrt_llm.record import PAIRED_WITH_DYNAMO, RECORD, ModelFacts, Release, find_model_facts
 from dynamo.trtllm.multimodal.kinds.registry import KINDS, in_words
@@ -28,8 +28,6 @@ from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, 
 NIXL_MACHINES = ("x86_64", "aarch64")
 DEFAULT_MAX_NUM_TOKENS = 8192
 """TensorRT-LLM's own default of `max_num_tokens`."""
-_DISAGGREGATED = (Role.PREFILL, Role.DECODE)
-_TAKES_MEDIA = (Role.AGGREGATED, Role.PREFILL)
 
 Rule = Callable[[WorkerConfig, "ModelShape | None"], Iterator[str]]
 
@@ -94,7 +92,7 @@ def longest_prompt(config: WorkerConfig, shape: ModelShape | None) -> tuple[int,
     bounds = [(length, "max_seq_len")] if isinstance(length, int) else []
     if not bounds and shape is not None and shape.max_positions:
         bounds.append((shape.max_positions, "the model's context length, since max_seq_len is not set"))
-    if config.role is Role.PREFILL and not args.get("enable_chunked_prefill"):
+    if config.role.prefills and not args.get("enable_chunked_prefill"):
         bounds.append(
             (args.get("max_num_tokens") or DEFAULT_MAX_NUM_TOKENS, "max_num_tokens, since enable_chunked_prefill is off")
         )
@@ -121,7 +119,7 @@ def _parallel(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     stages = args.get(names[1]) or 1
     if shape is not None and stages > shape.layers:
         yield f"{shape.architecture} has {shape.layers} layers, fewer than {_said(config, names[1])}: use at most so many"
-    if shape is None or config.role is Role.ENCODE or args.get("enable_attention_dp"):
+    if shape is None or not config.role.runs_language_model or args.get("enable_attention_dp"):
         return
     usable = [size for size in range(1, shape.heads + 1) if shape.heads % size == 0 and _kv_heads_fit(shape.kv_heads, size)]
     advice = f"use {', '.join(map(str, usable[:-1]))} or {usable[-1]}, or set enable_attention_dp"
@@ -139,7 +137,7 @@ def _kv_heads_fit(kv_heads: int, tensor: int) -> bool:
 
 
 def _kv_transfer(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
-    if config.engine.kind is not EngineKind.TENSORRT_LLM or config.role not in _DISAGGREGATED:
+    if config.engine.kind is not EngineKind.TENSORRT_LLM or not config.role.moves_kv_caches:
         return
     facts = facts_of(shape)
     if shape is not None and facts is not None and not facts.disaggregates:
@@ -181,12 +179,12 @@ def _modality(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
 
 def _encoding(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     args, encoder = config.engine.args, config.peers.encode_endpoint
-    if config.role is not Role.ENCODE and args.get("load_format") == "vision_only":
+    if config.role.runs_language_model and args.get("load_format") == "vision_only":
         yield f"{_said(config, 'load_format')} leaves the text model out, so only an encode worker can use it: remove it"
     if encoder is not None and encoder == config.runtime.endpoint:
         yield f"--encode-endpoint {encoder} is this worker's own endpoint: give that of the encode worker"
     if (
-        config.role in _TAKES_MEDIA
+        config.role.prefills
         and config.model.modality is Modality.MULTIMODAL
         and encoder is None
         and args.get("disable_mm_encoder")
@@ -200,7 +198,7 @@ def _encoding(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
         return
     if facts.encodes_apart or facts.attaches_embeddings:
         return
-    if config.role is Role.ENCODE:
+    if not config.role.runs_language_model:
         yield (
             f"TensorRT-LLM cannot encode images of {shape.architecture} in a worker of their own: leave the encode worker out, "
             "prefill and aggregated workers encode them"
@@ -211,9 +209,9 @@ def _encoding(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
 
 def _nixl(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     moved = []
-    if config.role is Role.ENCODE or config.peers.encode_endpoint is not None:
+    if not config.role.runs_language_model or config.peers.encode_endpoint is not None:
         moved.append("embeddings")
-    if config.role in _DISAGGREGATED and config.engine.kind is not EngineKind.TENSORRT_LLM:
+    if config.role.moves_kv_caches and config.engine.kind is not EngineKind.TENSORRT_LLM:
         moved.append("KV caches")
     if not moved or config.transfer.backend != "nixl":
         return

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dynamo.trtllm.config import EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.config import EngineKind, Modality, WorkerConfig
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.model_files import (
     CONFIG,
@@ -133,8 +133,8 @@ def _template_faults(directory: Path, path: str, own: str | None) -> Iterator[st
 
 
 def _serves_chat(config: WorkerConfig) -> bool:
-    return config.role in (Role.AGGREGATED, Role.DECODE) and "chat" in config.runtime.endpoint_types
+    return config.role.decodes and "chat" in config.runtime.endpoint_types
 
 
 def _takes_images(config: WorkerConfig) -> bool:
-    return config.model.modality is Modality.MULTIMODAL and config.role is not Role.DECODE
+    return config.model.modality is Modality.MULTIMODAL and config.role.reads_media

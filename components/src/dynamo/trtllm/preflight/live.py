@@ -19,18 +19,18 @@ def peers_of(config: WorkerConfig) -> list[tuple[str, str]]:
     found = []
     if config.peers.encode_endpoint is not None:
         found.append((Role.ENCODE.value, config.peers.encode_endpoint))
-    if config.role is Role.PREFILL:
-        found.append((Role.DECODE.value, default_endpoint(Role.DECODE, config.runtime.namespace)))
-    if config.role is Role.DECODE:
-        found.append((Role.PREFILL.value, config.peers.prefill_endpoint))
+    other = config.role.other_half
+    if other is not None:
+        at_default = default_endpoint(other, config.runtime.namespace)
+        found.append((other.value, config.peers.prefill_endpoint if config.role.asks_prefill_workers else at_default))
     return found
 
 
 def ask_peers(config: WorkerConfig) -> tuple[list[str], list[str]]:
     """What was found of the running peers and of NIXL here, and what is wrong with it. Joins Dynamo as a client."""
     lines, faults = asyncio.run(_ask(config)) if peers_of(config) else (["no peers needed"], [])
-    moves_tensors = config.role is Role.ENCODE or config.peers.encode_endpoint is not None
-    if moves_tensors or (config.role is not Role.AGGREGATED and config.engine.kind is not EngineKind.TENSORRT_LLM):
+    moves_tensors = not config.role.runs_language_model or config.peers.encode_endpoint is not None
+    if moves_tensors or (config.role.moves_kv_caches and config.engine.kind is not EngineKind.TENSORRT_LLM):
         loopback = measure_loopback()
         if isinstance(loopback, Loopback):
             lines.append(f"NIXL loopback {loopback.rate / 1e9:.2f} GB/s over UCX, {loopback.transports}")

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from dynamo.trtllm.config import EngineConfig, EngineKind, Role
+from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.preflight.shape import DTYPE_BYTES, ModelShape
 from dynamo.trtllm.utils.layers import find_value
 
@@ -69,7 +69,7 @@ def estimate(shape: ModelShape, engine: EngineConfig, gpu: GpuMemory) -> MemoryE
     value_bytes = _kv_value_bytes(shape, engine)
     per_head = 2 * shape.head_dim * value_bytes
     heads_per_gpu = max(1, shape.kv_heads // split)
-    per_gpu = 0 if engine.role is Role.ENCODE else round(heads_per_gpu * per_head * shape.layers / pipeline)
+    per_gpu = 0 if not engine.role.runs_language_model else round(heads_per_gpu * per_head * shape.layers / pipeline)
     free = gpu.gigabytes * GIGABYTE - weights_per_gpu
     fraction = float(find_value(engine.args, "kv_cache_config.free_gpu_memory_fraction") or 0.9)
     tokens = int(max(0.0, free) * fraction / per_gpu) if per_gpu else 0
@@ -78,7 +78,7 @@ def estimate(shape: ModelShape, engine: EngineConfig, gpu: GpuMemory) -> MemoryE
         gpus=tensor * pipeline,
         weights=weights,
         weights_per_gpu=weights_per_gpu,
-        kv_per_token=0 if engine.role is Role.ENCODE else round(shape.kv_heads * per_head * shape.layers),
+        kv_per_token=0 if not engine.role.runs_language_model else round(shape.kv_heads * per_head * shape.layers),
         kv_per_token_and_gpu=per_gpu,
         kv_tokens=min(tokens, limit) if isinstance(limit, int) else tokens,
         fits=free > 0,
@@ -87,7 +87,7 @@ def estimate(shape: ModelShape, engine: EngineConfig, gpu: GpuMemory) -> MemoryE
 
 def _weight_bytes(shape: ModelShape, engine: EngineConfig) -> int:
     """Size of what the role loads; a `dtype` argument changes only weights that are not quantized."""
-    parameters = shape.vision_parameters if engine.role is Role.ENCODE else shape.parameters
+    parameters = shape.parameters if engine.role.runs_language_model else shape.vision_parameters
     dtype = str(engine.args.get("dtype") or "auto")
     stored = DTYPE_BYTES.get(shape.dtype, 2.0)
     return round(parameters * (DTYPE_BYTES.get(dtype, stored) if stored >= 2 else stored))

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dynamo.trtllm.config import MEBIBYTE, EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.config import MEBIBYTE, EngineKind, Modality, WorkerConfig
 from dynamo.trtllm.multimodal.kinds.registry import KINDS, in_words
 from dynamo.trtllm.preflight.faults import facts_of, longest_prompt
 from dynamo.trtllm.preflight.masking import mask
@@ -44,22 +44,22 @@ def _worker(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
 
 
 def _peers(config: WorkerConfig) -> Iterator[str]:
-    if config.role is Role.PREFILL:
-        yield "needs a decode worker of the same model"
-    if config.role is Role.DECODE:
-        yield f"needs a prefill worker of the same model; asks {config.peers.prefill_endpoint} again when one was lost"
-    if config.role is Role.ENCODE:
+    role = config.role
+    if role.other_half is not None:
+        again = f"; asks {config.peers.prefill_endpoint} again when one was lost" if role.asks_prefill_workers else ""
+        yield f"needs {a_role(role.other_half)} of the same model{again}"
+    if not role.runs_language_model:
         yield "is called by prefill and aggregated workers that name its endpoint"
     if config.peers.encode_endpoint is not None:
         otherwise = "encodes by itself while there is none" if config.peers.encode_fallback else "answers 503 while there is none"
         yield f"needs an encode worker at {config.peers.encode_endpoint}, waits {config.peers.timeout_s:g} s for it, {otherwise}"
-    if config.role is Role.AGGREGATED and config.peers.encode_endpoint is None:
+    elif role.other_half is None and role.runs_language_model:
         yield "needs none"
 
 
 def _media(config: WorkerConfig) -> Iterator[str]:
     media = config.media
-    if config.role is Role.DECODE or config.model.modality is Modality.TEXT:
+    if not config.role.reads_media or config.model.modality is Modality.TEXT:
         yield "takes none"
         return
     counts = in_words(f"{media.limit_of(kind)} {kind}" for kind in KINDS)
@@ -76,8 +76,8 @@ def _media(config: WorkerConfig) -> Iterator[str]:
 
 
 def _transfers(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
-    disaggregated = config.role in (Role.PREFILL, Role.DECODE)
-    embeddings = config.role is Role.ENCODE or config.peers.encode_endpoint is not None
+    disaggregated = config.role.moves_kv_caches
+    embeddings = not config.role.runs_language_model or config.peers.encode_endpoint is not None
     through = " through host memory" if config.transfer.through_host else ""
     pool = f"NIXL{through}, pool of {config.transfer.pool_bytes / MEBIBYTE:g} MB, kept {config.transfer.time_to_live_s:g} s"
     if disaggregated and config.engine.kind is EngineKind.TENSORRT_LLM:
@@ -131,8 +131,8 @@ def find_notes(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
         return
     if shape.has_vision and facts is None:
         yield f"the record of TensorRT-LLM does not list {shape.architecture}, so what it can do with images was not checked"
-    if facts is not None and config.role is Role.ENCODE and not facts.encodes_apart and facts.attaches_embeddings:
+    if facts is not None and not config.role.runs_language_model and not facts.encodes_apart and facts.attaches_embeddings:
         yield f"TensorRT-LLM has no separate encoder for {shape.architecture}: this worker serves embedding files only"
     reuse = find_value(args, "kv_cache_config.enable_block_reuse")
-    if config.role in (Role.PREFILL, Role.DECODE) and config.model.modality is Modality.MULTIMODAL and reuse is not False:
+    if config.role.moves_kv_caches and config.model.modality is Modality.MULTIMODAL and reuse is not False:
         yield "kv_cache_config.enable_block_reuse is on: TensorRT-LLM 1.2.1 crashes with images on disaggregated workers then"

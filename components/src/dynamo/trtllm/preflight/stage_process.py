@@ -159,10 +159,10 @@ def _config_for(config: EngineConfig, role: Role) -> EngineConfig:
     for name, most in LIMITS.items():
         given = args.get(name)
         args[name] = min(given, most) if isinstance(given, int) else most
-    if role is not Role.ENCODE:
+    if role.runs_language_model:
         cache = {**(args.get("kv_cache_config") or {}), "free_gpu_memory_fraction": SHARE_OF_PAIR}
         args["kv_cache_config"] = {**cache, "enable_block_reuse": False}
-    if role in (Role.PREFILL, Role.DECODE) and not (args.get("cache_transceiver_config") or {}).get("backend"):
+    if role.moves_kv_caches and not (args.get("cache_transceiver_config") or {}).get("backend"):
         backend = "NIXL" if platform.machine() == "x86_64" else "UCX"
         args["cache_transceiver_config"] = {"backend": backend, "max_tokens_in_buffer": LIMITS["max_seq_len"]}
     return replace(config, role=role, args=args, publish_kv_events=False, publish_metrics=False)

@@ -270,11 +270,9 @@ class Service:
 
 def model_type(role: Role, config: RuntimeConfig) -> ModelType:
     """What the frontend may send here: OpenAI to aggregated and decode, prefill by its marker, nothing to encode."""
-    if role is Role.PREFILL:
-        return ModelType.Prefill
-    if role is Role.ENCODE:
-        return ModelType.Empty
-    return parse_endpoint_types(",".join(config.endpoint_types))
+    if role.decodes:
+        return parse_endpoint_types(",".join(config.endpoint_types))
+    return ModelType.Prefill if role.prefills else ModelType.Empty
 
 
 def needs(role: Role, peers: PeerConfig) -> list[list[WorkerType]]:
@@ -299,7 +297,7 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
     card.tool_call_parser = model.tool_call_parser
     card.reasoning_parser = model.reasoning_parser
     card.exclude_tools_when_tool_choice_none = runtime.exclude_tools_when_tool_choice_none
-    card.enable_local_indexer = runtime.enable_local_indexer and role is not Role.DECODE
+    card.enable_local_indexer = runtime.enable_local_indexer and role.reads_media
     card.data_parallel_size = info.data_parallel_size
     if runtime.structural_tag is not None:
         card.set_structural_tag(dict(runtime.structural_tag))

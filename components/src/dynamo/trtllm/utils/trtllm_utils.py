@@ -150,7 +150,7 @@ def _modality(role: Role, settings: Settings, notes: list[str]) -> Modality:
     if switch is not None:
         switch = Setting(Modality.MULTIMODAL if switch.value else Modality.TEXT, switch.name, switch.level)
     chosen = stronger(settings.get("--modality"), switch)
-    if role is not Role.ENCODE:
+    if role.runs_language_model:
         return chosen.value if chosen else ModelConfig.modality
     if chosen is not None and chosen.value is Modality.TEXT and chosen.level is Level.COMMAND_LINE:
         notes.append(f"an encode worker is multimodal by itself, so {chosen.name} is ignored")
@@ -167,9 +167,9 @@ def _without_encoder(role: Role, modality: Modality, settings: Settings, notes: 
         encoder = None
     if encoder is not None:
         return settings
-    useless = ["--encode-fallback"] if role is Role.DECODE else ["--encode-fallback", "--peer-timeout"]
+    useless = ["--encode-fallback"] if role.asks_prefill_workers else ["--encode-fallback", "--peer-timeout"]
     _note_unused(settings, useless, "a worker without --encode-endpoint has no use for", notes)
-    if role is Role.AGGREGATED:
+    if role.runs_language_model and not role.moves_kv_caches:
         transfer = [flag.name for flag in flags_of(TransferConfig).values()]
         _note_unused(
             settings, transfer, "an aggregated worker without --encode-endpoint has no use for", notes
@@ -265,7 +265,7 @@ def _check_options(role: Role, settings: Settings) -> CheckOptions | None:
         if stray:
             raise StartupError(f"{stray[0]} is of no use without --check: add that, or remove it")
         return None
-    if check.against is not None and role not in (Role.PREFILL, Role.DECODE):
+    if check.against is not None and role.other_half is None:
         raise StartupError(f"{a_role(role)} has no other side for --against: it compares prefill with decode")
     return check
 

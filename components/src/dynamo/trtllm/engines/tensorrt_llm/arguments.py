@@ -39,13 +39,13 @@ def llm_arguments(config: EngineConfig, library: Library) -> dict[str, Any]:
     args["model"] = config.model_path
     args["skip_tokenizer_init"] = _skip_tokenizer(config, args)
     _fit_runtime(args, library)
-    if config.role in (Role.PREFILL, Role.DECODE):
+    if config.role.moves_kv_caches:
         _require_transceiver(config.role, args, library)
-    if config.role is Role.PREFILL:
-        _disable_overlap(args, library)
+        if config.role.prefills:
+            _disable_overlap(args, library)
     if config.publish_metrics and "enable_iter_perf_stats" in library.argument_fields:
         args.setdefault("enable_iter_perf_stats", True)
-    if config.publish_kv_events and config.role is not Role.DECODE:
+    if config.publish_kv_events and config.role.prefills:
         _enable_events(args, library)
     return args
 

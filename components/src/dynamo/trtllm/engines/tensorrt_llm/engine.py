@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm import metrics
-from dynamo.trtllm.config import EngineConfig, Role
+from dynamo.trtllm.config import EngineConfig
 from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia, MediaShape, Step, Tokens
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.tensorrt_llm import (
@@ -70,7 +70,7 @@ class TensorRTLLMEngine(Engine):
         self._library = load_library()
         self._model = describe_model(config.model_path)
         starting.require_servable(config, self._model)
-        if config.role is Role.ENCODE:
+        if not config.role.runs_language_model:
             return self._start_encoder()
         self._args = arguments.llm_arguments(config, self._library)
         self._llm = starting.construct(self._library, self._library.llm, self._args)
@@ -170,7 +170,7 @@ class TensorRTLLMEngine(Engine):
         return found
 
     def attach_kv_publisher(self, create: Callable[[int], events.KvPublisher]) -> bool:
-        wanted = self._config.publish_kv_events and self._config.role in (Role.AGGREGATED, Role.PREFILL)
+        wanted = self._config.publish_kv_events and self._config.role.prefills
         if not wanted or self._llm is None or not arguments.events_enabled(self._args):
             return False
         self._kv_events = events.KvEvents(create, self._info.kv_block_size)

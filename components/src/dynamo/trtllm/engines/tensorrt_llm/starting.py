@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo.trtllm.config import EngineConfig, Modality, Role
+from dynamo.trtllm.config import EngineConfig, Modality
 from dynamo.trtllm.engines.port import EngineInfo, MediaInput, ProcessorOption
 from dynamo.trtllm.engines.tensorrt_llm import private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
@@ -22,11 +22,11 @@ DEFAULT_BLOCK_SIZE = 32
 def require_servable(config: EngineConfig, model: ModelDescription) -> None:
     """What the record knows cannot work is refused before anything is loaded."""
     facts, name = model.facts, model.architecture
-    if config.role in (Role.PREFILL, Role.DECODE) and not facts.disaggregates:
+    if config.role.moves_kv_caches and not facts.disaggregates:
         raise StartupError(
             f"TensorRT-LLM does not split {name} over prefill and decode workers: serve it aggregated"
         )
-    if config.role is not Role.ENCODE:
+    if config.role.runs_language_model:
         return
     if not facts.encodes_apart and not facts.attaches_embeddings:
         raise StartupError(
@@ -76,7 +76,7 @@ def describe_engine(
     block_size = capacity.get("tokensPerBlock") or (
         cache.get("tokens_per_block") if isinstance(cache, dict) else None
     )
-    takes_images = config.modality is Modality.MULTIMODAL and config.role is not Role.DECODE
+    takes_images = config.modality is Modality.MULTIMODAL and config.role.reads_media
     ranks = (_first(args.get("tensor_parallel_size")) or 1) if args.get("enable_attention_dp") else 1
     if ranks > 1 and library.scheduling_params is None:
         logger.warning(
