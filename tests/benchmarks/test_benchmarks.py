@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,22 @@ def test_serving_measures_first_token_and_gaps_of_each_topology(tmp_path: Path) 
         assert {kind: len(latencies) for kind, latencies in topology.items()} == {"new": 1, "repeated": 1}
         assert_positive(topology)
     assert [(bar["name"], bar["limit"]) for bar in stored["bars"]] == [("TTFT of EP/D, new picture, over agg's", 1.5)]
+
+
+def test_stages_shows_where_the_time_to_first_token_goes(tmp_path: Path) -> None:
+    printed, stored = run("stages.py", tmp_path, "--requests", "3")
+    share = re.search(r"the stages account for ([0-9.]+)% of the time to first token", printed)
+    assert share is not None
+    print(share[0])
+    assert len(stored["rounds"]) == 3
+    for each in stored["rounds"]:
+        assert_positive({name: value for name, value in each["stages_s"].items() if not name.startswith("between")})
+        assert_positive(each["beside_s"])
+        inside = sum(value for name, value in each["stages_s"].items() if not name.startswith("between"))
+        assert 0 < inside < each["ttft_s"]
+    processes = {name.partition(":")[0] for name in stored["rounds"][0]["stages_s"]}
+    assert processes == {"between", "frontend", "prefill", "encode", "decode"}
+    assert [bar["limit"] for bar in stored["bars"]] == [0.95, 1.0]
 
 
 def test_worker_cost_puts_any_worker_beside_the_empty_handler(tmp_path: Path) -> None:

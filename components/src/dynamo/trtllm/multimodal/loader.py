@@ -92,9 +92,10 @@ class MediaLoader:
         Raises `ClientFault` (naming the part where one is at fault) before anything is fetched for what is
         refused by its text alone, and before anything is decoded or encoded for what exceeds a limit.
         """
-        sources = self.classify(parts)
-        keys = self._keys(parts, sources)
-        known = self._known_items(parts, keys)
+        with measured(Stage.PREPARE):
+            sources = self.classify(parts)
+            keys = self._keys(parts, sources)
+            known = self._known_items(parts, keys)
         sent = [
             (part, source)
             for part, source in zip(parts, sources, strict=True)

@@ -115,17 +115,17 @@ class RemoteEncoder:
         self, instance: int, part: MediaPart, budget: TokenBudget, context: Context | None, timeout_s: float
     ) -> MediaItem:
         end = time.monotonic() + timeout_s
-        request = EncodeRequest(
-            kind=part.kind,
-            position=part.position,
-            url=part.url,
-            uuid=part.uuid,
-            tenant=part.tenant,
-            options=part.options,
-            text_tokens=budget.text_tokens,
-            context_length=budget.context_length,
-        )
         with measured(Stage.REMOTE_ENCODE):
+            request = EncodeRequest(
+                kind=part.kind,
+                position=part.position,
+                url=part.url,
+                uuid=part.uuid,
+                tenant=part.tenant,
+                options=part.options,
+                text_tokens=budget.text_tokens,
+                context_length=budget.context_length,
+            )
             raw = await self._client.call(request.model_dump(mode="json"), instance, context, timeout_s)
             reply = EncodeReply.parse(raw, "encode")
         read = False
