@@ -21,6 +21,8 @@ from dynamo.trtllm.metrics import (
     Stage,
 )
 
+_QUEUE, _PREFILL = Stage.QUEUE, Stage.PREFILL
+
 
 class RequestTimes:
     """One request's times in seconds, from `arrived`, a value of `perf_counter`. Written by the request's tasks alone.
@@ -28,55 +30,72 @@ class RequestTimes:
     A stage that runs several times at once, as for several pictures, counts once: while at least one of them runs.
     """
 
-    __slots__ = ("_has_waited", "_open", "_running", "arrived", "first_output_s", "spent_s")
+    # Most requests need none of these; made for each of them they would cost a microsecond.
+    first_output_s: float | None = None
+    _until_output: Stage | None = None
+    _until_output_since = 0.0
+    _has_waited = False
+    _running: dict[Stage, tuple[int, float]] | None = None
 
     def __init__(self, arrived: float) -> None:
         self.arrived = arrived
-        self.first_output_s: float | None = None
-        self.spent_s: dict[Stage, float] = {Stage.QUEUE: perf_counter() - arrived}
-        self._running: dict[Stage, tuple[int, float]] = {}
-        self._open: Stage | None = None
-        self._has_waited = False
+        self._marked = now = perf_counter()
+        self.spent_s: dict[Stage, float] = {_QUEUE: now - arrived}
+
+    def add(self, stage: Stage, seconds: float) -> None:
+        self.spent_s[stage] = self.spent_s.get(stage, 0.0) + seconds
+
+    def passed(self, stage: Stage) -> None:
+        """What passed since the request began here, or since the last call, was `stage`."""
+        now = perf_counter()
+        self.add(stage, now - self._marked)
+        self._marked = now
 
     def begin(self, stage: Stage) -> None:
+        if self._running is None:
+            self._running = {}
         count, since = self._running.get(stage, (0, 0.0))
         self._running[stage] = (count + 1, since if count else perf_counter())
 
     def end(self, stage: Stage) -> None:
-        count, since = self._running.pop(stage)
-        if count > 1:
+        """Undo one `begin`. Does nothing where the request is over."""
+        count, since = self._running.pop(stage, (0, 0.0)) if self._running is not None else (0, 0.0)
+        if count > 1 and self._running is not None:
             self._running[stage] = (count - 1, since)
-        else:
-            self.spent_s[stage] = self.spent_s.get(stage, 0.0) + perf_counter() - since
+        elif count:
+            self.add(stage, perf_counter() - since)
 
     def begin_until_first_output(self, stage: Stage) -> None:
         """`stage` ends with the first output, or with the request."""
-        self._open = stage
-        self.begin(stage)
+        self._until_output = stage
+        self._until_output_since = perf_counter()
 
     def had_first_output(self) -> None:
-        self.first_output_s = perf_counter() - self.arrived
-        self._close()
+        now = perf_counter()
+        self.first_output_s = now - self.arrived
+        if self._until_output is not None:
+            self.add(self._until_output, now - self._until_output_since)
+            self._until_output = None
 
     def waited(self, seconds: float) -> None:
         """So much of the engine's context stage was waiting for a place in it. Of several choices, the first counts."""
         if self.first_output_s is not None or self._has_waited:
             return
         self._has_waited = True
-        self.spent_s[Stage.QUEUE] += seconds
-        self.spent_s[Stage.PREFILL] = self.spent_s.get(Stage.PREFILL, 0.0) - seconds
+        self.add(_QUEUE, seconds)
+        self.add(_PREFILL, -seconds)
 
-    def finish(self) -> None:
-        """The request is over: what still runs ends here."""
-        self._open = None
-        for stage, (_, since) in self._running.items():
-            self.spent_s[stage] = self.spent_s.get(stage, 0.0) + perf_counter() - since
-        self._running = {}
-
-    def _close(self) -> None:
-        stage, self._open = self._open, None
-        if stage is not None:
-            self.end(stage)
+    def finish(self) -> float:
+        """The request is over: what still runs ends here. Gives the whole duration."""
+        now = perf_counter()
+        if self._until_output is not None:
+            self.add(self._until_output, now - self._until_output_since)
+            self._until_output = None
+        if self._running:
+            for stage, (_, since) in self._running.items():
+                self.add(stage, now - since)
+            self._running = None
+        return now - self.arrived
 
 
 _current: ContextVar[RequestTimes | None] = ContextVar("request_times", default=None)
@@ -103,6 +122,13 @@ class measured:
     def __exit__(self, *error: object) -> None:
         if self._times is not None:
             self._times.end(self._stage)
+
+
+def passed(stage: Stage) -> None:
+    """All that the present request has been through since it began here, or since the last call, was `stage`."""
+    times = _current.get()
+    if times is not None:
+        times.passed(stage)
 
 
 def measure_until_first_output(stage: Stage) -> None:
@@ -140,34 +166,33 @@ class Durations:
     """The durations of all requests that have ended, by metric and labels. Shared by requests."""
 
     def __init__(self) -> None:
-        self._series: dict[tuple[str, str], Distribution] = {}
+        self._by_outcome: dict[str, _Outcome] = {}
 
     def take(self, times: RequestTimes, outcome: str) -> None:
         """Account for a request that ended as `outcome`."""
-        times.finish()
-        self._observe("", outcome, perf_counter() - times.arrived)
+        found = self._by_outcome.get(outcome)
+        if found is None:
+            found = self._by_outcome[outcome] = _Outcome()
+        found.whole.observe(times.finish())
         if times.first_output_s is not None:
-            self._observe(_FIRST, outcome, times.first_output_s)
+            found.first_output.observe(times.first_output_s)
         for stage, seconds in times.spent_s.items():
-            self._observe(stage, outcome, max(seconds, 0.0))
+            found.stages[stage].observe(seconds)
 
     def readings(self) -> Mapping[Series, Distribution]:
-        """The present distributions; each one is written on."""
-        return {_series(name, outcome): each for (name, outcome), each in list(self._series.items())}
-
-    def _observe(self, name: str, outcome: str, seconds: float) -> None:
-        found = self._series.get((name, outcome))
-        if found is None:
-            found = self._series[name, outcome] = Distribution()
-        found.observe(seconds)
-
-
-_FIRST = "first output"
+        """The present distributions, but for those without any duration; each one is written on."""
+        found: dict[Series, Distribution] = {}
+        for outcome, each in list(self._by_outcome.items()):
+            found[REQUEST_DURATION.of(outcome)] = each.whole
+            found[TIME_TO_FIRST_TOKEN.of(outcome)] = each.first_output
+            found.update({STAGE_DURATION.of(stage.value, outcome): of for stage, of in each.stages.items()})
+        return {series: each for series, each in found.items() if any(each.counts)}
 
 
-def _series(name: str, outcome: str) -> Series:
-    if name == "":
-        return REQUEST_DURATION.of(outcome)
-    if name == _FIRST:
-        return TIME_TO_FIRST_TOKEN.of(outcome)
-    return STAGE_DURATION.of(Stage(name).value, outcome)
+class _Outcome:
+    """The distributions of the requests that ended in one way."""
+
+    def __init__(self) -> None:
+        self.whole = Distribution()
+        self.first_output = Distribution()
+        self.stages = {stage: Distribution() for stage in Stage}

@@ -15,7 +15,7 @@ from dynamo.trtllm.metrics import Readings, Stage
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.request_handlers.choices import answers_of, generate_all
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
-from dynamo.trtllm.stages import measure_until_first_output, measured
+from dynamo.trtllm.stages import measure_until_first_output, passed
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -36,8 +36,8 @@ class AggregatedHandler(HandlerBase):
         self._transfer = transfer
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        with measured(Stage.PREPARE):
-            request = parse_request(raw, context)
+        request = parse_request(raw, context)
+        passed(Stage.PREPARE)
         asked = await self._processor.prepare(request, context)
         measure_until_first_output(Stage.PREFILL)
         if asked.choices > 1:

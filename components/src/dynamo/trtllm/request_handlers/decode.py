@@ -21,7 +21,7 @@ from dynamo.trtllm.peers.messages import Handoff
 from dynamo.trtllm.peers.prefill import PrefillPeers
 from dynamo.trtllm.request_handlers.choices import answers_of, continue_all, require_forks
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase
-from dynamo.trtllm.stages import measure_until_first_output, measured
+from dynamo.trtllm.stages import measure_until_first_output, measured, passed
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class DecodeHandler(HandlerBase):
         """Hand-overs that nobody waits for any more."""
 
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        with measured(Stage.PREPARE):
-            request = parse_request(raw, context)
+        request = parse_request(raw, context)
+        passed(Stage.PREPARE)
         if request.is_health_check:
             return self._canary(request)
         if request.engine_request.choices > 1:

@@ -17,7 +17,7 @@ from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
-from dynamo.trtllm.stages import measure_until_first_output, measured
+from dynamo.trtllm.stages import measure_until_first_output, measured, passed
 from dynamo.trtllm.transfer.port import Transfer
 
 
@@ -32,8 +32,8 @@ class EncodeHandler(HandlerBase):
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
         if is_health_check(raw):
             return self._health()
-        with measured(Stage.PREPARE):
-            request = EncodeRequest.parse(raw, "calling")
+        request = EncodeRequest.parse(raw, "calling")
+        passed(Stage.PREPARE)
         return self._reply(request)
 
     async def _health(self) -> AsyncGenerator[Chunk, None]:

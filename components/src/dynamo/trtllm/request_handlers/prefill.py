@@ -16,7 +16,7 @@ from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 from dynamo.trtllm.peers.messages import Handoff, wire_logprobs
 from dynamo.trtllm.request_handlers.choices import require_forks
 from dynamo.trtllm.request_handlers.handler_base import HandlerBase, withdrawn_on_failure
-from dynamo.trtllm.stages import measure_until_first_output, measured
+from dynamo.trtllm.stages import measure_until_first_output, measured, passed
 from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
@@ -31,8 +31,8 @@ class PrefillHandler(HandlerBase):
     async def respond(
         self, raw: Mapping[str, Any], context: Context
     ) -> AsyncGenerator[Step | Tokens, None] | AsyncGenerator[Chunk, None]:
-        with measured(Stage.PREPARE):
-            request = parse_request(raw, context)
+        request = parse_request(raw, context)
+        passed(Stage.PREPARE)
         if request.is_health_check:
             return self._canary(request)
         require_forks(self._engine, request.engine_request)
