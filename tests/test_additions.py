@@ -256,6 +256,41 @@ def copied(tmp_path: Path) -> CopiedPackage:
     return CopiedPackage(tmp_path)
 
 
+SHOW_THE_PARROTS = """
+import asyncio, json
+from prometheus_client import generate_latest
+from dynamo.trtllm import metrics
+from dynamo.trtllm.config import EngineConfig
+from dynamo.trtllm.engines.double import DoubleEngine
+from dynamo.trtllm.roles import Role
+from dynamo.trtllm.service.metrics_page import MetricsPage
+
+engine, shown = DoubleEngine(EngineConfig()), {}
+for role in (Role.AGGREGATED, Role.ENCODE):
+    page = MetricsPage(role)
+    page.add(engine.stats)
+    lines = generate_latest(page.registry).decode().splitlines()
+    shown[role.value] = [line for line in lines if "parrot" in line]
+print(json.dumps({**shown, "table": [row for row in metrics.table() if "parrot" in row]}))
+"""
+
+
+def test_a_metric_is_its_declaration_and_the_line_that_counts_it(copied: CopiedPackage) -> None:
+    new = 'PARROTS = Counter("dynamo_trtllm_parrots_total", "parrots", "Parrots seen.", _CONTEXT)'
+    copied.add_line("metrics.py", "MEDIA_CACHE_ENTRIES = Gauge(", new)
+    copied.add_line("engines/double.py", "metrics.ENGINE_ACTIVE: self._active,", "            metrics.PARROTS: 3,")
+    assert copied.ask(SHOW_THE_PARROTS) == {
+        "agg": [
+            "# HELP dynamo_trtllm_parrots_total Parrots seen.",
+            "# TYPE dynamo_trtllm_parrots_total counter",
+            "dynamo_trtllm_parrots_total 3.0",
+        ],
+        "encode": [],
+        "table": ["| `dynamo_trtllm_parrots_total` | counter | parrots |  | agg, prefill | Parrots seen. |"],
+    }
+    assert copied.touched == ["metrics.py", "engines/double.py"]
+
+
 def test_an_engine_is_a_file_and_a_line(copied: CopiedPackage) -> None:
     copied.add_file("engines/parrot.py", PARROT)
     copied.add_line("roles.py", 'DOUBLE = "double"', '    PARROT = "parrot", "parrot:ParrotEngine"')

@@ -1,9 +1,8 @@
-"""The declarations of all metrics, against Prometheus' rules, Dynamo's names, README and the rest of the source."""
+"""The declarations of all metrics, against Prometheus' rules, Dynamo's names, README and the other modules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,9 +61,13 @@ def test_what_dynamo_has_a_name_for_has_dynamos_name() -> None:
     assert metrics.ENGINE_ACTIVE.name == f"{ours}_engine_{theirs.frontend_service.ACTIVE_REQUESTS}"
 
 
-@pytest.mark.parametrize("table", [metrics.table, metrics.stage_table])
-def test_the_readmes_tables_of_metrics_are_the_declarations(table: Callable[[], Iterator[str]]) -> None:
-    lines = README.read_text().splitlines()
-    start = lines.index(next(table()))
-    shown = lines[start : lines.index("", start)]
-    assert shown == list(table()), "python -m dynamo.trtllm.metrics prints the tables"
+def test_the_readmes_tables_of_metrics_are_the_declarations() -> None:
+    assert metrics.with_tables(README.read_text()) == README.read_text(), (
+        "python -m dynamo.trtllm.metrics README.md writes the tables"
+    )
+
+
+def test_the_tables_hold_every_metric_and_every_stage() -> None:
+    named = re.findall(r"^\| `([a-z_]+)` \|", README.read_text(), re.MULTILINE)
+    assert {metric.name for metric in METRICS} <= set(named)
+    assert {stage.value for stage in metrics.STAGES} <= set(named)

@@ -1,4 +1,4 @@
-"""What of a request's time is told by stage, by how the request ended: through an endpoint, by a clock that tests move."""
+"""What is told of a request's time, by stage and by how it ended: through an endpoint, by a clock of the test."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ async def test_waiting_in_the_engine_is_queue_and_not_prefill(clock: Clock) -> N
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("error", "ended"), [(ClientFault("no"), "refused"), (EngineFault("no"), "failed")], ids=["refused", "failed"]
+    ("error", "ended"),
+    [(ClientFault("no"), "refused"), (EngineFault("no"), "failed")],
+    ids=["refused", "failed"],
 )
 async def test_stages_of_a_request_that_fails_are_told_apart_and_there_is_no_first_output(
     clock: Clock, error: Exception, ended: str
@@ -206,7 +208,10 @@ async def test_requests_that_run_at_once_keep_their_times_apart(clock: Clock) ->
         await task
     found = told(egress)
     assert found["stage_duration_seconds", "encode", "completed"] == (1, 4.0)
-    assert found["stage_duration_seconds", "fetch", "completed"] == (1, 9.0)  # the first one's token took a second
+    assert found["stage_duration_seconds", "fetch", "completed"] == (
+        1,
+        9.0,
+    )  # the first one's token took a second
 
 
 @pytest.mark.asyncio

@@ -24,7 +24,11 @@ def test_the_page_shows_what_its_sources_give_in_the_order_of_the_declarations()
     page = MetricsPage(Role.PREFILL)
     page.add(
         lambda: {metrics.TRANSFER_OFFERS: 6, metrics.MEDIA_CACHE_BYTES: 5},
-        lambda: {metrics.REQUESTS.of("failed"): 1, metrics.REQUESTS.of("completed"): 2, metrics.INFLIGHT_REQUESTS: 3},
+        lambda: {
+            metrics.REQUESTS.of("failed"): 1,
+            metrics.REQUESTS.of("completed"): 2,
+            metrics.INFLIGHT_REQUESTS: 3,
+        },
     )
     assert lines(page) == [
         'dynamo_trtllm_requests_total{outcome="completed"} 2.0',
@@ -68,11 +72,16 @@ def test_values_of_two_parts_for_the_same_series_are_added() -> None:
 def test_the_page_is_read_anew_each_time() -> None:
     page, counted = MetricsPage(Role.ENCODE), iter((1, 2))
     page.add(lambda: {metrics.INFLIGHT_REQUESTS: next(counted)})
-    assert [lines(page), lines(page)] == [["dynamo_trtllm_inflight_requests 1.0"], ["dynamo_trtllm_inflight_requests 2.0"]]
+    assert [lines(page), lines(page)] == [
+        ["dynamo_trtllm_inflight_requests 1.0"],
+        ["dynamo_trtllm_inflight_requests 2.0"],
+    ]
 
 
 def test_a_new_metric_is_its_declaration_and_the_line_that_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = Counter("dynamo_trtllm_tries_total", "tries", "Tries of something new.", (Role.DECODE,), ("how", metrics.ROLE))
+    new = Counter(
+        "dynamo_trtllm_tries_total", "tries", "Tries of something new.", (Role.DECODE,), ("how", metrics.ROLE)
+    )
     monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, new))
     page = MetricsPage(Role.DECODE)
     page.add(lambda: {new.of("twice"): 7})
@@ -97,4 +106,6 @@ def test_durations_are_histograms_with_the_workers_role(role: Role) -> None:
     assert f"dynamo_trtllm_stage_duration_seconds_count{{{stage}}} 1.0" in shown
     bounds = re.findall(rf'stage_duration_seconds_bucket{{le="([^"]+)",{stage}}}', "\n".join(shown))
     assert [float(bound) for bound in bounds] == [*metrics.BUCKETS_S, float("inf")]
-    assert (f"dynamo_trtllm_time_to_first_token_seconds_count{{{label}}} 1.0" in shown) == (role is not Role.ENCODE)
+    assert (f"dynamo_trtllm_time_to_first_token_seconds_count{{{label}}} 1.0" in shown) == (
+        role is not Role.ENCODE
+    )

@@ -1,21 +1,24 @@
-"""Every metric of this worker: its name, type, unit, help, labels, and the roles that have it. README's table is made of them.
+"""Every metric of this worker: its name, type, unit, help, labels, and the roles that have it.
 
-Whoever owns a number counts it and gives it out under its declaration (`stats`); `service/metrics_page.py` shows what the owners
-give. So a new metric is a declaration here and the line that counts it. Names that Dynamo has are Dynamo's (`prometheus_names`),
-`dynamo_component_*` in full, because Dynamo's own workers show the same quantity under that name.
+README's tables are made of them. Whoever owns a number counts it and gives it out under its declaration
+(`stats`); `service/metrics_page.py` shows what the owners give. So a new metric is a declaration here and the
+line that counts it. Names that Dynamo has are Dynamo's (`prometheus_names`): `dynamo_component_*` in full,
+because Dynamo's own workers show the same quantity under that name.
 
 Imports nothing of the worker but the roles, so that every part may declare what it counts.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter as Counting
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from dynamo.trtllm.config import Role
+from dynamo.trtllm.roles import Role
 
 ROLE = "role"
 """The label that the page itself fills in; its values are those of `--disaggregation-mode`."""
@@ -30,7 +33,7 @@ _READERS = (_AGG, _PREFILL, _DECODE)
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One declaration. `unit` is what a value counts; `roles` are those that show it, where they have what it is about."""
+    """One declaration. `unit` is what a value counts; `roles` show it, where they have what it is about."""
 
     name: str
     unit: str
@@ -107,10 +110,13 @@ STAGES: Mapping[Stage, tuple[str, tuple[Role, ...]]] = {
         _CONTEXT,
     ),
     Stage.KV_HANDOVER: (
-        "prefill: copying the KV cache into registered memory; decode: reading it, after the first token is out",
+        "prefill: copying the KV cache into registered memory; decode: reading it, beside the first token",
         (_PREFILL, _DECODE),
     ),
-    Stage.REPLY: ("making the one reply, or decode's first one, and giving it to Dynamo", (_PREFILL, _DECODE, _ENCODE)),
+    Stage.REPLY: (
+        "making the one reply, or decode's first one, and giving it to Dynamo",
+        (_PREFILL, _DECODE, _ENCODE),
+    ),
 }
 """What the stages are, and the roles that have them."""
 
@@ -138,7 +144,7 @@ TIME_TO_FIRST_TOKEN = Histogram(
 STAGE_DURATION = Histogram(
     "dynamo_trtllm_stage_duration_seconds",
     "seconds",
-    "Time that a request spent in a stage; stages of several media of one request count once where they overlap.",
+    "Time that a request spent in a stage; where media of one request overlap in it, they count once.",
     _ALL,
     ("stage", ROLE, "outcome"),
 )
@@ -305,13 +311,14 @@ def merged(*readings: Readings) -> Readings:
 
 
 def table() -> Iterator[str]:
-    """The lines of README's table of metrics; `python -m dynamo.trtllm.metrics` prints them."""
+    """The lines of README's table of metrics; `python -m dynamo.trtllm.metrics README.md` writes them."""
     yield "| metric | type | unit | labels | roles | meaning |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for metric in METRICS:
         kind = type(metric).__name__.lower()
         roles = "all" if metric.roles == _ALL else ", ".join(role.value for role in metric.roles)
-        yield f"| `{metric.name}` | {kind} | {metric.unit} | {', '.join(metric.labels)} | {roles} | {metric.help} |"
+        labels = ", ".join(metric.labels)
+        yield f"| `{metric.name}` | {kind} | {metric.unit} | {labels} | {roles} | {metric.help} |"
 
 
 def stage_table() -> Iterator[str]:
@@ -323,5 +330,20 @@ def stage_table() -> Iterator[str]:
         yield f"| `{stage.value}` | {names} | {help} |"
 
 
+def with_tables(document: str) -> str:
+    """`document` with its two tables, up to an empty line, made anew. Raises `ValueError` without them."""
+    lines = document.splitlines()
+    for made in (list(table()), list(stage_table())):
+        start = lines.index(made[0])
+        lines[start : lines.index("", start)] = made
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the tables into each file named."""
+    for path in map(Path, arguments):
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print("\n".join([*table(), "", *stage_table()]))
+    main(sys.argv[1:])

@@ -1,8 +1,8 @@
-"""How long each stage of a request takes in this process: measured where it happens, kept with the request until it ends.
+"""How long each stage of a request takes in this process: measured where it happens, kept until the request ends.
 
-The task that serves a request carries its times in a context variable, which the tasks that it starts inherit. So `measured`
-needs no parameter, and outside of a request it measures nothing. Work that requests share (a picture that two of them ask for at
-once) belongs to the one that began it. Nothing here runs once per token.
+The task that serves a request carries its times in a context variable, which the tasks that it starts inherit.
+So `measured` needs no parameter, and outside of a request it measures nothing. Work that requests share (a
+picture that two of them ask for at once) belongs to the one that began it. Nothing here runs once per token.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _QUEUE, _PREFILL = Stage.QUEUE, Stage.PREFILL
 
 
 class RequestTimes:
-    """One request's times in seconds, from `arrived`, a value of `perf_counter`. Written by the request's tasks alone.
+    """One request's times in seconds, from `arrived`, a value of `perf_counter`. Written by its own tasks alone.
 
-    A stage that runs several times at once, as for several pictures, counts once: while at least one of them runs.
+    A stage that runs several times at once, as for several pictures, counts once: while at least one runs.
     """
 
     # Most requests need none of these; made for each of them they would cost a microsecond.
@@ -78,7 +78,7 @@ class RequestTimes:
             self._until_output = None
 
     def waited(self, seconds: float) -> None:
-        """So much of the engine's context stage was waiting for a place in it. Of several choices, the first counts."""
+        """So much of the engine's context stage was waiting for a place in it; of several choices, the first."""
         if self.first_output_s is not None or self._has_waited:
             return
         self._has_waited = True
@@ -125,7 +125,7 @@ class measured:
 
 
 def passed(stage: Stage) -> None:
-    """All that the present request has been through since it began here, or since the last call, was `stage`."""
+    """What the present request has been through since it began here, or since the last call, was `stage`."""
     times = _current.get()
     if times is not None:
         times.passed(stage)
@@ -139,7 +139,7 @@ def measure_until_first_output(stage: Stage) -> None:
 
 
 def waited_for_the_engine(seconds: float) -> None:
-    """The present request waited so long before its context stage began, counted within that stage until now."""
+    """The present request waited so long in its context stage before anything was computed."""
     times = _current.get()
     if times is not None:
         times.waited(max(seconds, 0.0))
@@ -148,7 +148,7 @@ def waited_for_the_engine(seconds: float) -> None:
 class Distribution:
     """Durations of one series: how many by bucket, the last one without a bound, and their sum.
 
-    A dozen times cheaper than `prometheus_client.Histogram`, whose lock this needs not: one event loop writes.
+    Several times cheaper than `prometheus_client.Histogram`, whose lock it can do without: one event loop writes.
     """
 
     __slots__ = ("counts", "sum_s")
