@@ -197,7 +197,7 @@ async def requests_end_alone(place: Place) -> None:
     if place.is_old:
         encoded = await place.encoded(LLAVA, 10, 20)
         async with place.started(LLAVA) as (engine, _):
-            with pytest.raises(ClientFault, match="one encoded picture a request"):
+            with pytest.raises(ClientFault, match="one encoded image a request"):
                 await generate(engine, ask_about(encoded, placeholder=LLAVA, **OPTIONS))
             await engine.check_health()
     assert leaked_handles() == []
@@ -471,7 +471,7 @@ async def images_end_alone(place: Place) -> None:
         with pytest.raises(EngineFault, match="the encoder failed on an image"):
             await engine.encode([good[0], bad, good[1]])
         script().input_fails_on, script().input_error = "84x56", "RuntimeError"
-        with pytest.raises(ClientFault, match="refused this picture"):
+        with pytest.raises(ClientFault, match="refused this image"):
             await engine.encode([good[0], picture(84, 56)])
         script().step_delay_s = 0.05
         left = asyncio.create_task(engine.encode(good))

@@ -20,7 +20,7 @@ def refused(
         return EngineFault("the engine has no memory left for this request")
     if encoded and pictures > 1 and isinstance(error, NotImplementedError):
         return ClientFault(
-            "this release takes one encoded picture a request for this model: send a single one"
+            "this release takes one encoded image a request for this model: send a single one"
         )
     if pictures:
         return ClientFault("the engine refused this request's prompt, media or options")
@@ -33,7 +33,7 @@ def refused_picture(error: BaseException) -> WorkerError:
     """For what was raised while an encode worker prepared a picture."""
     if _out_of_memory(error):
         return EngineFault("the encoder has no memory left for an image")
-    return ClientFault("the model's image processor refused this picture: send it in another size")
+    return ClientFault("the model's image processor refused this image: send it in another size")
 
 
 def _out_of_memory(error: BaseException) -> bool:

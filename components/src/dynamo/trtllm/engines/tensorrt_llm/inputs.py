@@ -75,7 +75,7 @@ class ModelInputs:
         images = [item for item in items if isinstance(item, DecodedImage)]
         encoded = [item for item in items if isinstance(item, EncodedMedia)]
         if images and encoded:
-            raise ClientFault("pictures and precomputed embeddings cannot be mixed in one request to this model")
+            raise ClientFault("images and precomputed embeddings cannot be mixed in one request to this model")
         if images:
             return self._images(prompt, images, uuids)
         attached = self.model.facts.attaches_embeddings and all(embeddings.FROM_FILE in item.extras for item in encoded)

@@ -18,7 +18,7 @@ from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia
 from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
 from dynamo.trtllm.engines.transformers.families import Family, ImageTokens
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
-from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.errors import ClientFault, require_room
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ class ImageEncoder:
         rows = int(levels[0].shape[0])
         if any(level.shape[0] != rows for level in levels):
             raise ClientFault("all levels of embeddings must have the same number of rows")
-        if rows > self._loaded.context_length:
-            raise ClientFault(f"{rows} rows of embeddings exceed the context length of {self._loaded.context_length}")
+        require_room(rows, self._loaded.context_length, with_media=True)
         self._require_rows(rows)
         tensors_by_name = {name: level.contiguous() for name, level in zip(names, levels, strict=True)}
         return self._assemble(digest, tensors_by_name, self._family.adopt(self._image, rows, extras))
