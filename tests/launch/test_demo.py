@@ -8,13 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from launch.harness import LAUNCH, ROOT, run_script, script_environment, wait_until
+from launch.harness import LAUNCH, ROOT, Running, run_script, script_environment, wait_until
 from processes.cluster import free_port
 
 CAPTION = "a red circle on a blue background."
@@ -38,37 +39,32 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 FOR_SOME_ROLES = ["--max-seq-len", "4096", "--max-images", "3", "--peer-timeout", "50", "--transfer-ttl", "50"]
 
 
-@pytest.mark.parametrize("topology", ["agg", "disagg", "disagg_e_pd", "epd_disagg"])
-def test_every_topology_gives_the_same_answer_as_the_last_line_whatever_flags_go_to_all_roles(topology: str) -> None:
+def assert_told(output: list[str], errors: str, *, picture: Path | None = None, question: str, caption: str) -> None:
+    """The lines of a whole demo; the answer is the last one."""
+    assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+ model=demo", output[0])
+    shown = Path(output[1].removeprefix("picture: "))
+    assert shown == picture if picture else shown.is_file()
+    assert output[2] == f"question: {question}"
+    assert re.fullmatch(r"time to first token: \d+ ms", output[3])
+    assert re.fullmatch(r"speed: \d+ tokens/s \(\d+ prompt tokens, \d+ generated\)", output[4])
+    assert output[-1] == f"answer: {caption}"
+    assert re.search(r"launch: ready \d+\.\d s after the start", errors)
+
+
+@pytest.mark.parametrize("topology", ["disagg_e_pd", "epd_disagg"])
+def test_with_encode_workers_the_answer_is_the_last_line_whatever_flags_go_to_all_roles(topology: str) -> None:
     done = demo("--topology", topology, "--", *FOR_SOME_ROLES)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-1] == f"answer: {CAPTION}"
-    assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+ model=demo", lines[0])
-    assert Path(lines[1].removeprefix("picture: ")).is_file()
-    assert lines[2] == "question: Describe the image"
-    assert re.fullmatch(r"time to first token: \d+ ms", lines[3])
-    assert re.fullmatch(r"speed: \d+ tokens/s \(\d+ prompt tokens, \d+ generated\)", lines[4])
-    assert re.search(r"launch: ready \d+\.\d s after the start", done.stderr)
+    assert_told(done.stdout.splitlines(), done.stderr, question="Describe the image", caption=CAPTION)
 
 
-def test_another_picture_and_another_question_are_answered_and_by_prefill_and_decode(tmp_path: Path) -> None:
-    picture = draw(7)
-    path = tmp_path / "picture.png"
+def test_prefill_and_decode_answer_another_question_about_another_picture(tmp_path: Path) -> None:
+    picture, path = draw(7), tmp_path / "picture.png"
     picture.image.save(path)
-    done = demo("--topology", "disagg", "--image", str(path), "--prompt", "Describe the picture.")
+    question = "Describe the picture."
+    done = demo("--topology", "disagg", "--image", str(path), "--prompt", question, "--", *FOR_SOME_ROLES)
     assert done.returncode == 0, done.stderr
-    assert f"picture: {path}" in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1] == f"answer: {picture.caption}"
-
-
-def test_a_file_that_is_no_picture_ends_in_one_sentence_and_a_failure(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    path.write_text("no picture")
-    done = demo("--image", str(path))
-    assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if line.startswith("ask: the frontend answered 400: ")]
-    assert "answer: " not in done.stdout
+    assert_told(done.stdout.splitlines(), done.stderr, picture=path, question=question, caption=picture.caption)
 
 
 def test_a_model_that_the_frontend_cannot_use_ends_the_launch_with_the_frontends_own_reason(tmp_path: Path) -> None:
@@ -83,27 +79,55 @@ def test_a_model_that_the_frontend_cannot_use_ends_the_launch_with_the_frontends
     assert "tokenizer" in reason
 
 
-def test_keep_goes_on_serving_and_prints_a_curl_line_that_works(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    with open(output, "wb") as file:
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], str]]:
+    """The lines and the errors of an aggregated demo that has answered and goes on serving."""
+    output, errors = (tmp_path_factory.mktemp("kept") / name for name in ("output", "errors"))
+    with open(output, "wb") as out, open(errors, "wb") as err:
         process = subprocess.Popen(
-            [LAUNCH / "demo.sh", "--keep"],
+            [LAUNCH / "demo.sh", "--keep", "--", *FOR_SOME_ROLES],
             env=script_environment({"DYNAMO_PYTHON": sys.executable}),
             stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
         )
     try:
         wait_until(lambda: "answer: " in output.read_text() or process.poll() is not None, "the answer", DEADLINE_S)
-        curl = next(line for line in output.read_text().splitlines() if line.startswith("ask again: "))
-        words = shlex.split(curl.removeprefix("ask again: "))
-        assert words[0] == "curl"
-        command = [sys.executable, "-c", POST, words[1], words[-1]]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert CAPTION in asked.stdout
+        yield output.read_text().splitlines(), errors.read_text()
     finally:
         process.terminate()
         assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
+def test_keep_goes_on_serving_and_prints_a_curl_line_that_works(kept: tuple[list[str], str]) -> None:
+    lines, errors = kept
+    assert_told(lines, errors, question="Describe the image", caption=CAPTION)
+    words = shlex.split(lines[5].removeprefix("ask again: "))
+    assert words[0] == "curl"
+    command = [sys.executable, "-c", POST, words[1], words[-1]]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert CAPTION in asked.stdout
+
+
+def test_a_file_that_is_no_picture_ends_in_one_sentence_and_a_failure(kept: tuple[list[str], str], tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_text("no picture")
+    url = kept[0][0].removeprefix("ready: ").removesuffix(" model=demo")
+    command = [sys.executable, "-m", "dynamo.trtllm.demo.ask", "--url", url, "--model", "demo", "--image", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("ask: the frontend answered 400: ")
+    assert "answer: " not in done.stdout
+
+
+def test_a_question_that_fails_ends_the_demo_with_the_clients_status(start: Callable[..., Running]) -> None:
+    running = start("demo.sh")
+    assert running.wait() == 1
+    (sentence,) = [line for line in running.errors.splitlines() if line.startswith("ask: ")]
+    assert sentence.startswith("ask: the frontend answered 501: ")
+    assert "answer: " not in running.output
+    assert running.leftovers() == []
 
 
 POST = """
