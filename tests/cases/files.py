@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from cases.pictures import png
+from processes.prefork import run_python
 
 
 class Evil:
@@ -24,8 +23,8 @@ def write_files(folder: Path) -> None:
     """Fill `folder`. The embeddings are made by the demo model's own encoder, through the command that users have."""
     (folder / "picture.png").write_bytes(png())
     made = folder / "picture.pt"
-    command = [sys.executable, "-m", "dynamo.trtllm.embeddings", str(folder / "picture.png"), "-o", str(made)]
-    subprocess.run([*command, "--model-path", "demo", "--engine", "transformers"], check=True, capture_output=True)
+    words = ("-m", "dynamo.trtllm.embeddings", str(folder / "picture.png"), "-o", str(made))
+    run_python(*words, "--model-path", "demo", "--engine", "transformers")
     content = torch.load(made, weights_only=True)
     features = content["mm_embeddings"] if isinstance(content, dict) else content
     grid = content["image_grid_thw"] if isinstance(content, dict) else None

@@ -88,14 +88,13 @@ def test_each_stage_is_tried_over_an_installed_library_and_told_in_one_line(tmp_
     assert any(line.split()[:2] == ["holds", "constructor"] for line in report["source"])
 
 
-def test_a_stage_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
-    report = printed_report(
-        model(tmp_path / "llama", TEXT),
-        library=DOUBLE,
-        TRTLLM_DOUBLE_RELEASE="1.2.1",
-        TRTLLM_DOUBLE_SCRIPT='{"transfer_fails": true}',
-    )
-    told = outcomes(report["a request through each stage"])
+def test_a_stage_that_fails_says_why_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(DOUBLE), *sys.path]))
+    monkeypatch.setenv("TRTLLM_DOUBLE_RELEASE", "1.2.1")
+    monkeypatch.setenv("TRTLLM_DOUBLE_SCRIPT", '{"transfer_fails": true}')
+    told = outcomes(list(try_stages(parse_args(["--model-path", model(tmp_path / "llama", TEXT)]))))
     assert told["text"].startswith("ok, 8 tokens, ")
     assert told["prefill and decode"].startswith("FAILED: EngineFault: ")
     assert "Error in kv cache transfer" in told["prefill and decode"]

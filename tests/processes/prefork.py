@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -99,6 +100,14 @@ class Prefork:
 def prefork() -> Prefork:
     """The one of this test run, started when first asked for."""
     return Prefork()
+
+
+def run_python(*words: str, timeout_s: float = START_DEADLINE_S) -> None:
+    """`python` with these words and this environment, to its end, which has to be a good one."""
+    with tempfile.TemporaryDirectory(prefix="prefork-") as folder:
+        log = Path(folder, "log")
+        status = prefork().start(words, os.environ, log).wait(timeout_s)
+        assert status == 0, f"{' '.join(words)} ended with {status}:\n{log.read_text(errors='replace')[-4000:]}"
 
 
 def _import_all() -> None:

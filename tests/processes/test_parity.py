@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from dynamo.trtllm.metrics import METRICS, STAGE_DURATION
 from dynamo.trtllm.multimodal.uuids import PREPARED_OTHERWISE, UNKNOWN
 from processes.cluster import Answer, Cluster
 from processes.media import PictureServer, picture_server, png
+from processes.prefork import run_python
 from processes.topologies import TOPOLOGIES, Deployment, deploy
 
 QUESTION = "what is in the picture?"
@@ -261,8 +260,8 @@ def embeddings(directory: Path) -> str:
     """URL of an embedding file that the shipped command made of a picture."""
     source, file = directory / "picture.png", directory / "picture.pt"
     source.write_bytes(png(draw(EMBEDDED_SEED)))
-    command = [sys.executable, "-m", "dynamo.trtllm.embeddings", str(source), "-o", str(file), "--model-path", "demo"]
-    subprocess.run([*command, "--engine", "transformers"], check=True, timeout=180)
+    words = ("-m", "dynamo.trtllm.embeddings", str(source), "-o", str(file))
+    run_python(*words, "--model-path", "demo", "--engine", "transformers")
     return file.as_uri()
 
 
