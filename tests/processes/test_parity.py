@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo.trtllm.config import Role
+from dynamo.trtllm.demo.clips import draw_clip, write_mp4
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.metrics import METRICS, STAGE_DURATION
 from dynamo.trtllm.multimodal.uuids import PREPARED_OTHERWISE, UNKNOWN
@@ -22,6 +25,7 @@ from processes.topologies import TOPOLOGIES, Deployment, deploy
 
 QUESTION = "what is in the picture?"
 EMBEDDED_SEED = 77
+CLIPS = (2, 3, 4)
 
 
 def text(words: str) -> dict[str, Any]:
@@ -34,6 +38,22 @@ def picture(url: str) -> dict[str, Any]:
 
 def user(*content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content[0] if len(content) == 1 and isinstance(content[0], str) else list(content)}
+
+
+def video(server: PictureServer, seed: int) -> dict[str, Any]:
+    """A clip of the demo's, served by `server`."""
+    path = f"/clip/{seed}.mp4"
+    if path not in server.pages:
+        server.pages[path] = clip_file(seed)
+    return {"type": "video_url", "video_url": {"url": server.url + path}}
+
+
+@cache
+def clip_file(seed: int) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "clip.mp4"
+        write_mp4(draw_clip(seed, (112, 84)), file)
+        return file.read_bytes()
 
 
 def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
@@ -72,6 +92,8 @@ def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
     schema = {"type": "object", "additionalProperties": False, **seen}
     made += [ask(text(QUESTION), url(58), guided_json=schema), ask(text(QUESTION), url(59), guided_choice=captions)]
     made += [ask(text(QUESTION), url(60), guided_regex="I see [a-z ]{5,40}[.]", seed=1, **sampled)]
+    made += [ask(video(server, seed), text("what happens?")) for seed in CLIPS]
+    made += [ask(url(61), video(server, 1), text("describe them in order"), mm_processor_kwargs={"num_frames": 4})]
     made += [ask(text("what is the background?"), url(56), repetition_penalty=1.1)]
     made += [ask(text(QUESTION), url(63), mm_processor_kwargs=each) for each in ({"max_pixels": 3136}, {"min_pixels": 78400})]
     made += [ask(text(QUESTION), url(57), stop_token_ids="first"), ask("hello", stop_token_ids="first")]
@@ -188,6 +210,24 @@ def choices_of(answer: Answer) -> list[tuple[str, str]]:
     return [(texts[index], ends[index]) for index in sorted(texts)]
 
 
+def check_clips(cluster: Cluster, server: PictureServer, deployment: Deployment) -> None:
+    """A clip is fetched once, and opened by encode workers where there are some; one that is none is named."""
+    server.hits.clear()
+    asked = cluster.chat([video(server, 9), text("what happens?")], max_tokens=24)
+    assert (asked.status, server.hits) == (200, {"/clip/9.mp4": 1})
+    opened = {
+        role: workers[0].metrics().get("dynamo_trtllm_media_opened_total", 0.0)
+        for role, workers in deployment.workers.items()
+    }
+    reader = deployment.roles[0]
+    assert opened.pop(reader) > 0
+    assert set(opened.values()) <= {0.0}
+    broken = {"type": "video_url", "video_url": {"url": server.picture_url(1)}}
+    refused = cluster.chat([broken, text("what happens?")], max_tokens=4)
+    words = "video 1: this is a picture (PNG), not a video; send it as image_url"
+    assert (refused.status, refused.message) == (400, words)
+
+
 def check_choices(cluster: Cluster, server: PictureServer) -> None:
     """With n, choice i is the answer to the request with `seed + i`; the image is fetched once, and one token is no answer."""
     content = [picture(server.picture_url(95)), text(QUESTION)]
@@ -212,7 +252,7 @@ ONLY_TENSORRT_LLM = {
     "dynamo_component_kv_cache_hit_rate",
 }
 ASKING_ENCODERS = {"dynamo_trtllm_encode_retries_total", "dynamo_trtllm_inflight_encode_calls"}
-DECODING = {"dynamo_trtllm_media_decoding_images"}
+DECODING = {"dynamo_trtllm_media_opened_total", "dynamo_trtllm_media_decoding_images"}
 LOCAL_STAGES = {"fetch", "media_decode", "encode"}
 REMOTE_STAGES = {"remote_encode", "embedding_handover"}
 STAGES_OF = {
@@ -286,13 +326,14 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
             check_uuids(cluster, server)
             check_stop_strings(cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)])
             check_choices(cluster, server)
+            check_clips(cluster, server, deployment)
             check_metrics(deployment)
     return found
 
 
 def test_more_than_fifty_requests_are_asked(embeddings: str) -> None:
     with picture_server() as server:
-        assert len(requests(server, embeddings)) == 55
+        assert len(requests(server, embeddings)) == 59
 
 
 @pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name != "agg"])
@@ -316,6 +357,10 @@ def test_guided_answers_are_about_the_pictures(answers: dict[str, list[tuple[Out
     texts = {unary.text for unary, _ in answers["agg"]}
     assert {json.dumps({"seen": draw(58).caption}, separators=(",", ":")), draw(59).caption} <= texts
     assert sum(text.startswith("I see ") for text in texts) == 1
+
+
+def test_answers_about_clips_say_what_moves(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
+    assert {draw_clip(seed, (112, 84)).caption for seed in CLIPS} <= {unary.text for unary, _ in answers["agg"]}
 
 
 def test_the_answers_are_about_the_pictures(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:

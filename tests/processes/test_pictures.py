@@ -240,11 +240,10 @@ def test_a_prompt_too_long_with_its_pictures_is_refused_with_both_counts_before_
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ({"type": "video_url", "video_url": {"url": "https://example.com/x.mp4"}}, "video"),
         ({"type": "audio_url", "audio_url": {"url": "https://example.com/x.mp3"}}, "audio"),
     ],
 )
-def test_video_and_audio_are_refused_in_words(cluster: Cluster, worker: Managed, part: dict[str, Any], words: str) -> None:
+def test_audio_is_refused_in_words(cluster: Cluster, worker: Managed, part: dict[str, Any], words: str) -> None:
     answer = cluster.chat([{"type": "text", "text": "hi"}, part], max_tokens=4)
     assert (answer.status, words in answer.message) == (400, True)
 

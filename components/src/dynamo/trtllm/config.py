@@ -111,6 +111,30 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoLimits:
+    """What one clip may cost. Of its frames only the chosen ones are kept, three bytes a pixel."""
+
+    max_duration_s: float = 1800.0
+    max_frames: int = 128
+    """Frames that a model may be shown of one clip; also the most that are chosen when a request asks for none."""
+    max_frame_pixels: int = 9_000_000
+    max_pixels: int = 300_000_000
+    """Of all chosen frames together: 900 MB."""
+    decode_timeout_s: float = 60.0
+    """Processor time that opening and decoding one clip may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioLimits:
+    """What one sound may cost. Its samples take four bytes each at the model's rate."""
+
+    max_duration_s: float = 1800.0
+    max_channels: int = 8
+    decode_timeout_s: float = 30.0
+    """Processor time that decoding one sound may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MediaConfig:
     """Where media may come from, and how much of it one request may bring."""
 
@@ -124,6 +148,8 @@ class MediaConfig:
     )
     local_files: bool = False
     """True when `allowed_local_path` was set explicitly: only then are media files served by `file://`."""
+    video: VideoLimits = VideoLimits()
+    audio: AudioLimits = AudioLimits()
     allow_internal: bool = False
     """`DYN_MM_ALLOW_INTERNAL=1`: private and loopback addresses may be fetched."""
     max_file_bytes: int = flag(

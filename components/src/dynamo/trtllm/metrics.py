@@ -213,10 +213,13 @@ MEDIA_CACHE_BYTES = Gauge(
     "dynamo_trtllm_media_cache_current_bytes", "bytes", "Size of the media in the cache.", _MEDIA
 )
 MEDIA_CACHE_ENTRIES = Gauge("dynamo_trtllm_media_cache_entries", "items", "Media in the cache.", _MEDIA)
+MEDIA_OPENED = Counter(
+    "dynamo_trtllm_media_opened_total", "files", "Videos and sounds that were opened.", _MEDIA, ("kind",)
+)
 MEDIA_DECODING = Gauge(
     "dynamo_trtllm_media_decoding_images",
-    "images",
-    "Images being decoded, `small` or `large`; waiting ones do not count.",
+    "files",
+    "Images being decoded, `small` or `large`, and `clips`: videos and sounds. Waiting ones do not count.",
     _MEDIA,
     ("size",),
 )

@@ -1,8 +1,8 @@
-"""The process in which pictures are decoded: it can be ended at any moment, and its memory ends with it.
+"""The process in which media are decoded: it can be ended at any moment, and its memory ends with it.
 
 `decoders` starts it as `python -m dynamo.trtllm.multimodal.decoder_process FD`, where FD is its end of a
-socket pair of messages. A job is a message with a file descriptor of the picture's bytes; the answer is a
-message and, for a picture, a descriptor of its pixels. Both are anonymous memory (`memfd_create`), so nothing
+socket pair of messages. A job is a message with a file descriptor of the file's bytes; the answer is a
+message and a descriptor of the pixels or samples. Both are anonymous memory (`memfd_create`), so nothing
 is copied through the socket. The process ends when its socket does, when a job takes more processor time than
 it may, and of its own accord when it has served long enough or has grown.
 """
@@ -16,13 +16,15 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from dynamo.trtllm.config import MediaConfig
-from dynamo.trtllm.errors import ClientFault, LimitFault
+from dynamo.trtllm.errors import ClientFault, LimitFault, WorkerError
 from dynamo.trtllm.multimodal.decode import decode
 
 MESSAGE_BYTES = 1 << 16
@@ -30,11 +32,10 @@ KEPT_PIXEL_BYTES = 64 << 20
 """Memory for pixels that is kept for the next picture, since fresh memory costs more than what is written to
 it.
 """
-MAX_PICTURES = 1000
-"""Pictures that one process decodes before another takes its place."""
+MAX_JOBS = 1000
+"""Files that one process decodes before another takes its place."""
 MAX_GROWTH_BYTES = 64 << 20
-"""So much more memory than at the start may stay after a picture; a process with more gives way to another.
-"""
+"""So much more memory than at the start may stay after a job; a process with more gives way to another."""
 _KILLED_FIRST = "500"
 """When the machine runs out of memory, this process goes before the worker (`proc(5)`, `oom_score_adj`)."""
 
@@ -42,20 +43,22 @@ _KILLED_FIRST = "500"
 def main() -> None:
     """Serve jobs until the socket closes or the process has served long enough."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the worker may still want pictures while it drains
+        signal.signal(number, signal.SIG_IGN)  # the worker may still want media while it drains
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
     logging.disable(logging.CRITICAL)
     with socket.socket(fileno=int(sys.argv[1])) as connection, Outlet() as outlet:
         at_start = _resident_bytes()
-        for served in range(1, MAX_PICTURES + 1):
+        for served in range(1, MAX_JOBS + 1):
             message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 1)
             if not message:
                 return
-            answer = _serve(json.loads(message), descriptors[0], outlet)
-            last = served == MAX_PICTURES or _resident_bytes() - at_start > MAX_GROWTH_BYTES
-            descriptors = [outlet.descriptor] if "size" in answer else []
+            answer, result = _serve(json.loads(message), descriptors[0], outlet)
+            last = served == MAX_JOBS or _resident_bytes() - at_start > MAX_GROWTH_BYTES
+            descriptors = [] if result is None else [result]
             socket.send_fds(connection, [json.dumps({**answer, "last": last}).encode()], descriptors)
+            if result not in (None, outlet.descriptor):
+                os.close(result)
             if last:
                 return
 
@@ -84,20 +87,31 @@ class Outlet:
         return self._file.tell() - 3 * image.width * image.height
 
 
-def _serve(job: dict[str, float], descriptor: int, outlet: Outlet) -> dict[str, object]:
-    """Decode one picture. The timer counts processor time, and its signal ends the process."""
+def _serve(job: dict[str, Any], descriptor: int, outlet: Outlet) -> tuple[Mapping[str, object], int | None]:
+    """The answer to one job, and the descriptor of what it decoded. The timer counts processor time, and its signal
+    ends the process.
+    """
     with open(descriptor, "rb") as file:
         data = file.read()
     signal.setitimer(signal.ITIMER_PROF, job["processor_s"])
     try:
-        image = decode(data, MediaConfig(max_image_pixels=int(job["max_image_pixels"])))
-        return {"size": image.size, "start": outlet.put(image)}
-    except ClientFault as fault:
-        return {"fault": "limit" if isinstance(fault, LimitFault) else "client", "message": fault.message}
+        if job["kind"] == "image":
+            return _decode_image(job, data, outlet), outlet.descriptor
+        from dynamo.trtllm.multimodal import clip_process  # Pictures do without what reads clips.
+
+        return clip_process.serve(job, data)
+    except WorkerError as fault:
+        kind = "limit" if isinstance(fault, LimitFault) else "client" if isinstance(fault, ClientFault) else "worker"
+        return {"fault": kind, "message": fault.message}, None
     except MemoryError:
-        return {"fault": "memory"}
+        return {"fault": "memory"}, None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _decode_image(job: Mapping[str, Any], data: bytes, outlet: Outlet) -> Mapping[str, object]:
+    image = decode(data, MediaConfig(max_image_pixels=job["max_image_pixels"]))
+    return {"size": image.size, "start": outlet.put(image)}
 
 
 def _resident_bytes() -> int:

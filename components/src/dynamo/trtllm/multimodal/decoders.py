@@ -1,9 +1,9 @@
-"""Decoding pictures in processes of their own, so that a picture that takes too long, or whose client has
-left, is ended for good and takes nothing from the others.
+"""Decoding media in processes of their own, so that a picture, clip or sound that takes too long, or whose client
+has left, is ended for good and takes nothing from the others.
 
 Each decoder is a process behind one thread, which waits for it; the thread starts another in advance when its
-own has ended. Large pictures have decoders of their own, so however many of them are under way, a small one
-waits for small ones alone. `decoder_process` is the other side.
+own has ended. Large pictures have decoders of their own, and clips and sounds too, so however many of them are
+under way, a small picture waits for small ones alone. `decoder_process` is the other side.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from PIL import Image
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault, Overloaded, WorkerError
-from dynamo.trtllm.multimodal.decode import BROKEN
 from dynamo.trtllm.multimodal.decoder_process import MESSAGE_BYTES
+
+T = TypeVar("T")
+Lane: TypeAlias = Literal["small", "large", "clips"]
 
 MAX_DECODERS = 4
 """Of each kind; bounds the memory of images that are decoded at once, too: each may take several times
@@ -43,51 +46,73 @@ _PATIENCE = 3
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
-async def decode_apart(data: bytes, pixels: int, config: MediaConfig) -> Image.Image:
-    """As `decode.decode`, in a process that ends when the caller is cancelled. `pixels` are those that its header tells.
-
-    Raises `ClientFault`, `LimitFault` also after `decode_timeout_s`, and `Overloaded` when memory runs out.
+@dataclass(frozen=True)
+class Work(Generic[T]):
+    """One file to decode. `message` says to `decoder_process` how; `receive` makes the result of the answer and
+    the descriptor that comes with it, and closes that.
     """
-    small = pixels <= SMALL_PIXELS and len(data) <= SMALL_BYTES
-    size = "small" if small else "large"
-    job = _Job(data, config, size)
+
+    lane: Lane
+    noun: str
+    """What a client calls it: image, video, sound."""
+    data: bytes
+    message: Mapping[str, Any]
+    limit_s: float
+    """Processor time that it may take."""
+    receive: Callable[[Mapping[str, Any], int], T]
+
+
+async def run_apart(work: Work[T]) -> T:
+    """Do `work` in a process that ends when the caller is cancelled.
+
+    Raises `ClientFault`, `LimitFault` also after `limit_s`, and `Overloaded` when memory runs out.
+    """
+    job = _Job(work)
     try:
-        return await asyncio.get_running_loop().run_in_executor(_lane(size), job.run)
+        return await asyncio.get_running_loop().run_in_executor(_threads_of(work.lane), job.run)
     except asyncio.CancelledError:
         job.abandon()
         raise
 
 
+async def decode_apart(data: bytes, pixels: int, config: MediaConfig) -> Image.Image:
+    """As `decode.decode`, in a process of its own: see `run_apart`. `pixels` are those that its header tells."""
+    small = pixels <= SMALL_PIXELS and len(data) <= SMALL_BYTES
+    message = {"kind": "image", "max_image_pixels": config.max_image_pixels}
+    limit_s = config.decode_timeout_s
+    return await run_apart(Work("small" if small else "large", "image", data, message, limit_s, _picture))
+
+
 def stats() -> metrics.Readings:
-    """Images under way, those that wait for a decoder not counted."""
-    return {metrics.MEDIA_DECODING.of(size): count for size, count in _under_way.items()}
+    """Media under way, those that wait for a decoder not counted."""
+    return {metrics.MEDIA_DECODING.of(lane): count for lane, count in _under_way.items()}
 
 
 def start_decoder() -> None:
     """Start the first decoder of small pictures, so that the first picture need not wait for it. Returns at
     once.
     """
-    _lane("small").submit(_own_decoder)
+    _threads_of("small").submit(_own_decoder)
 
 
 @cache
-def _lane(size: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MAX_DECODERS, os.cpu_count() or 1), thread_name_prefix=f"decode-{size}")
+def _threads_of(lane: Lane) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_DECODERS, os.cpu_count() or 1), thread_name_prefix=f"decode-{lane}")
 
 
-_under_way = {"small": 0, "large": 0}
+_under_way: dict[Lane, int] = {"small": 0, "large": 0, "clips": 0}
 _counting = threading.Lock()
 
 
 @contextmanager
-def _counted(size: str) -> Iterator[None]:
+def _counted(lane: Lane) -> Iterator[None]:
     with _counting:
-        _under_way[size] += 1
+        _under_way[lane] += 1
     try:
         yield
     finally:
         with _counting:
-            _under_way[size] -= 1
+            _under_way[lane] -= 1
 
 
 class _Ended(Exception):
@@ -128,9 +153,9 @@ class _Decoder:
         self._process.kill()
         return self._process.wait()
 
-    def ask(self, job: dict[str, Any], data: bytes, patience_s: float) -> tuple[dict[str, Any], list[int]]:
+    def ask(self, job: Mapping[str, Any], data: bytes, patience_s: float) -> tuple[dict[str, Any], list[int]]:
         """The answer to `job` and its descriptors. Raises `_Ended`, and `TimeoutError` after `patience_s`."""
-        descriptor = os.memfd_create("picture", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("media", os.MFD_CLOEXEC)
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(data)
@@ -162,7 +187,7 @@ def _own_decoder() -> _Decoder:
     try:
         _threads.decoder = decoder = _Decoder()
     except OSError as error:
-        raise WorkerError("this worker cannot start a process to decode pictures in") from error
+        raise WorkerError("this worker cannot start a process to decode media in") from error
     return decoder
 
 
@@ -175,14 +200,11 @@ def _replace_decoder() -> int:
     return status
 
 
-class _Job:
-    """One picture to decode. The thread that runs it and the caller that abandons it share `_decoder`."""
+class _Job(Generic[T]):
+    """One piece of work. The thread that runs it and the caller that abandons it share `_decoder`."""
 
-    def __init__(self, data: bytes, config: MediaConfig, size: str) -> None:
-        self._data = data
-        self._size = size
-        self._limit_s = config.decode_timeout_s
-        self._message = {"max_image_pixels": config.max_image_pixels, "processor_s": config.decode_timeout_s}
+    def __init__(self, work: Work[T]) -> None:
+        self._work = work
         self._lock = threading.Lock()
         self._decoder: _Decoder | None = None
         self._abandoned = False
@@ -194,26 +216,29 @@ class _Job:
             if self._decoder is not None:
                 self._decoder.kill()
 
-    def run(self) -> Image.Image:
+    def run(self) -> T:
         """Decode in the calling thread's process."""
-        with _counted(self._size):
+        with _counted(self._work.lane):
             return self._run()
 
-    def _run(self) -> Image.Image:
+    def _run(self) -> T:
+        work = self._work
         decoder = _own_decoder()
         with self._lock:
             if self._abandoned:
                 raise _Ended
             self._decoder = decoder
         try:
-            answer, descriptors = decoder.ask(self._message, self._data, _PATIENCE * self._limit_s)
+            message = {**work.message, "processor_s": work.limit_s}
+            answer, descriptors = decoder.ask(message, work.data, _PATIENCE * work.limit_s)
         except (_Ended, TimeoutError) as error:
             self._release()
             late = not isinstance(error, _Ended)
             raise self._fault_of(_replace_decoder(), late) from error
         killed = self._release()
         try:
-            return _picture(answer, descriptors)
+            _require_result(answer, work.noun)
+            return work.receive(answer, descriptors[0])
         finally:
             if killed or answer["last"]:
                 _replace_decoder()
@@ -225,25 +250,30 @@ class _Job:
             return self._abandoned
 
     def _fault_of(self, status: int, late: bool) -> Exception:
+        noun, limit_s = self._work.noun, self._work.limit_s
         if late or status == -signal.SIGPROF:
-            return LimitFault(
-                f"decoding the image takes longer than this worker's limit of {self._limit_s:g} s"
-            )
+            return LimitFault(f"decoding the {noun} takes longer than this worker's limit of {limit_s:g} s")
         if -status in _CRASHES:
-            return ClientFault(BROKEN)
+            return ClientFault(f"the {noun} is damaged or incomplete")
         if status == -signal.SIGKILL and not self._abandoned:
-            return Overloaded("this worker ran out of memory while it decoded the image")
-        return WorkerError("the process that decoded the image ended")
+            return Overloaded(f"this worker ran out of memory while it decoded the {noun}")
+        return WorkerError(f"the process that decoded the {noun} ended")
 
 
-def _picture(answer: dict[str, Any], descriptors: list[int]) -> Image.Image:
-    """The picture whose pixels lie in the descriptor, or the fault that the answer names."""
+def _require_result(answer: Mapping[str, Any], noun: str) -> None:
+    """Raise the fault that the answer names, if it does."""
     fault = answer.get("fault")
     if fault == "memory":
-        raise Overloaded("this worker has too little memory for the image now")
+        raise Overloaded(f"this worker has too little memory for the {noun} now")
     if fault is not None:
-        raise (LimitFault if fault == "limit" else ClientFault)(answer["message"])
-    (descriptor,) = descriptors
+        raise _FAULTS[fault](answer["message"])
+
+
+_FAULTS: Mapping[str, type[WorkerError]] = {"limit": LimitFault, "client": ClientFault, "worker": WorkerError}
+
+
+def _picture(answer: Mapping[str, Any], descriptor: int) -> Image.Image:
+    """The picture whose pixels lie in the descriptor."""
     width, height = answer["size"]
     start = answer["start"]
     image = Image.new("RGB", (width, height), None)

@@ -28,7 +28,7 @@ from dynamo.trtllm.engines.transformers.scheduler import Scheduler
 from dynamo.trtllm.engines.transformers.sequence import Sequence as EngineSequence
 from dynamo.trtllm.engines.transformers.sequence import Stage
 from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
-from dynamo.trtllm.engines.transformers.video import VideoEncoder
+from dynamo.trtllm.engines.transformers.video import FRAME_OPTIONS, VideoEncoder, frame_rule
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.metrics import Readings
@@ -118,7 +118,16 @@ class TransformersEngine(Engine):
         image = MediaInput(
             placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=options
         )
-        return {"image": image}
+        if loaded.video is None:
+            return {"image": image}
+        video = MediaInput(
+            placeholder_id=loaded.video.feature,
+            rule=frame_rule(loaded.video),
+            encodes=True,
+            takes_encoded=True,
+            options={**options, **FRAME_OPTIONS},
+        )
+        return {"image": image, "video": video}
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         return self._stream(request, lambda: self._require_intake().sequence(request, Stage.GENERATE))

@@ -8,15 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from dynamo.trtllm.config import VideoLimits
 from dynamo.trtllm.core import DecodedMedia, DecodedVideo, EncodedMedia
+from dynamo.trtllm.engines.port import ProcessorOption
 from dynamo.trtllm.engines.transformers.encoder import FeatureCall, PixelInputs
 from dynamo.trtllm.engines.transformers.families import Family, VideoTokens
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.frame_rules import QWEN2_VL, QWEN3_VL, FrameRule
+
+_MOST_FRAMES = VideoLimits.max_frames
+_COUNT = ProcessorOption(least=1, most=_MOST_FRAMES)
+FRAME_OPTIONS = {
+    "fps": ProcessorOption(least=0.01, most=120.0, whole=False),
+    "num_frames": _COUNT,
+    "min_frames": _COUNT,
+    "max_frames": _COUNT,
+}
+"""Keys of `mm_processor_kwargs` that say which frames are chosen, as Transformers' video processors name them."""
+
+
+def frame_rule(video: VideoTokens) -> FrameRule:
+    """The model's own choice of frames; of a long clip no more than the worker shows."""
+    rule = QWEN3_VL if video.write is not None else QWEN2_VL
+    return replace(rule, max_frames=min(rule.max_frames, _MOST_FRAMES), temporal_patch_size=video.together)
 
 
 class VideoEncoder:

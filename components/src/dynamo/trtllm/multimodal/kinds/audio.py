@@ -1,14 +1,18 @@
-"""Audio."""
+"""Audio: sounds of the types that `multimodal.audio` reads, in a process of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedAudio, MediaShape
 from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.multimodal import clips
+from dynamo.trtllm.multimodal.audio.container import kind_of
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 
 
@@ -22,7 +26,7 @@ def _url_of_input_audio(part: Mapping[str, Any]) -> str:
 
 
 class AudioKind(MediaKind):
-    """No decoder reads it yet, so no engine may say that it takes it."""
+    """Only decoding tells how long a sound is. The model's rule is its rate, in samples a second."""
 
     name = "audio"
     plural = "audio"
@@ -31,9 +35,14 @@ class AudioKind(MediaKind):
     accept = "audio/*,*/*;q=0.5"
 
     def inspect(self, data: bytes, rule: Any, config: MediaConfig) -> MediaShape | None:
-        raise ClientFault("this worker reads no audio")
+        kind_of(data)
+        return None
 
     async def decode(
-        self, data: bytes, digest: str, shape: MediaShape | None, rule: Any, config: MediaConfig
+        self, data: bytes, digest: str, shape: MediaShape | None, rule: int, config: MediaConfig
     ) -> DecodedAudio:
-        raise ClientFault("this worker reads no audio")
+        sound = await clips.read_audio_apart(data, rule, config.audio)
+        return replace(sound, digest=digest)
+
+    def stats(self) -> metrics.Readings:
+        return clips.stats(self.name)

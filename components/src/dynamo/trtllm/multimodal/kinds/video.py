@@ -1,27 +1,43 @@
-"""Videos."""
+"""Videos: clips of the types that `multimodal.video` reads, in a process of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedVideo, MediaShape
-from dynamo.trtllm.errors import ClientFault
+from dynamo.trtllm.frame_rules import FrameRule
+from dynamo.trtllm.multimodal import clips
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
+from dynamo.trtllm.multimodal.video.container import demuxer_of
+
+_CHOICE = ("fps", "num_frames", "min_frames", "max_frames")
+"""Keys of `mm_processor_kwargs` that say which frames are chosen."""
 
 
 class VideoKind(MediaKind):
-    """No decoder reads them yet, so no engine may say that it takes them."""
+    """Only decoding tells how many frames a clip has. The model's rule is a `FrameRule`."""
 
     name = "video"
     plural = "videos"
     part_type = "video_url"
     accept = "video/*,*/*;q=0.5"
 
+    def rule(self, model: FrameRule, options: Mapping[str, Any]) -> FrameRule:
+        return model.asked(**{name: options[name] for name in _CHOICE if name in options})
+
     def inspect(self, data: bytes, rule: Any, config: MediaConfig) -> MediaShape | None:
-        raise ClientFault("this worker reads no videos")
+        demuxer_of(data)
+        return None
 
     async def decode(
-        self, data: bytes, digest: str, shape: MediaShape | None, rule: Any, config: MediaConfig
+        self, data: bytes, digest: str, shape: MediaShape | None, rule: FrameRule, config: MediaConfig
     ) -> DecodedVideo:
-        raise ClientFault("this worker reads no videos")
+        video = await clips.read_video_apart(data, rule, config.video)
+        return replace(video, digest=digest)
+
+    def stats(self) -> metrics.Readings:
+        return clips.stats(self.name)
