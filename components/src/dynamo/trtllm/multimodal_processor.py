@@ -7,7 +7,6 @@ a user's text cannot happen unseen.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -54,9 +53,9 @@ class MultimodalProcessor:
         budget = TokenBudget(len(token_ids) - taken, self._info.context_length)
         self._require_room(budget, taken)
         self._require_taken(request)
-        given = Counter(part.kind for part in request.media)
+        given = [part.kind for part in request.media]
         for kind, count in places.items():
-            _check_places(kind, count, given[kind])
+            _check_places(kind, count, given.count(kind))
         parts = request.media
         if request.processor_options:
             options = options_by_kind(request.processor_options, self._info.media)

@@ -11,7 +11,7 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +38,8 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NO_IDS: frozenset[int] = frozenset()
 
 Value = TypeVar("Value")
+Checks = Mapping[str, Callable[[str, Any], Any]]
+"""By name, what gives the value to use. Called with name and value; raises `ClientFault` for one that cannot be served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,44 +69,39 @@ class Request:
 
 def parse_request(raw: Mapping[str, Any], context: Context) -> Request:
     """Parse the frontend's dict. Raises `ClientFault` naming the field that this worker cannot serve."""
-    extra = _mapping(raw, "extra_args")
-    routing = _mapping(raw, "routing")
-    if routing.get("lora_name"):
-        raise ClientFault("LoRA adapters are not supported; ask for the base model")
     if raw.get("media_io_kwargs"):
         raise ClientFault("media_io_kwargs is not supported; say what to read of media in mm_processor_kwargs")
+    routing, extra = _checked(raw, "routing", _ROUTING), _checked(raw, "extra_args", _EXTRA)
+    stop, output = _checked(raw, "stop_conditions", _STOP), _checked(raw, "output_options", _OUTPUT)
+    options = _checked(raw, "sampling_options", _OPTIONS)
+    returned, best_of = _choices(options)
+    data, cache_salt = _mapping(raw, "multi_modal_data"), routing.get("cache_salt")
     messages = extra.get("messages")  # present beside media only
-    if messages is not None:
-        require_known_content(messages)
-    stop, output = _mapping(raw, "stop_conditions"), _mapping(raw, "output_options")
-    returned, best_of = _choices(raw)
-    data, cache_salt = _mapping(raw, "multi_modal_data"), _optional(_string, routing, "cache_salt")
     media = _media(raw, data, messages, cache_salt) if data or messages or raw.get("multi_modal_uuids") else ()
-    sampling, is_ranked = _sampling(raw, stop, output), best_of > returned
-    shows_logprobs = sampling.logprobs is not None or not is_ranked
+    is_ranked = best_of > returned
+    shows_logprobs = "logprobs" in output or not is_ranked
     if not shows_logprobs:
-        sampling = replace(sampling, logprobs=0)
-    hashes = _optional(_strings, extra, "mm_hashes") or ()
+        output["logprobs"] = 0
     return Request(
         model=str(raw.get("model", "")),
         engine_request=EngineRequest(
             request_id=context.id(),
-            prompt=Prompt(prompt_ids(raw.get("token_ids")), (), _optional(_string, extra, "formatted_prompt")),
-            sampling=sampling,
-            priority=_optional(_number, routing, "priority"),
+            prompt=Prompt(prompt_ids(raw.get("token_ids")), (), extra.get("formatted_prompt")),
+            sampling=_sampling(raw, options, stop, output.get("logprobs")),
+            priority=routing.get("priority"),
             cache_salt=cache_salt,
-            dp_rank=_optional(_rank, routing, "dp_rank"),
+            dp_rank=routing.get("dp_rank"),
             trace_headers=context.trace_headers(),
             choices=max(returned, best_of),
-            media_hashes=hashes if media else (),
+            media_hashes=extra.get("mm_hashes", ()) if media else (),
         ),
         media=media,
         processor_options=_mapping(raw, "mm_processor_kwargs"),
         best_choices=returned if is_ranked else None,
         shows_logprobs=shows_logprobs,
-        handoff=_optional(_object, _mapping(raw, "prefill_result"), "disaggregated_params"),
-        stop_strings=tuple(filter(None, _optional(_strings, stop, "stop") or ())),
-        skips_special_tokens=output.get("skip_special_tokens") is not False,
+        handoff=_checked(raw, "prefill_result", _PREFILL_RESULT).get("disaggregated_params"),
+        stop_strings=tuple(filter(None, stop.get("stop", ()))),
+        skips_special_tokens=output.get("skip_special_tokens", True),
         is_health_check=is_health_check(raw),
         original=raw,
     )
@@ -115,49 +112,58 @@ def is_health_check(raw: Mapping[str, Any]) -> bool:
     return bool(raw.get("_HEALTH_CHECK"))
 
 
-def _sampling(raw: Mapping[str, Any], stop: Mapping[str, Any], output: Mapping[str, Any]) -> Sampling:
-    options = _mapping(raw, "sampling_options")
-    _refuse_unsupported(options, output)
-    # Most requests set two or three of them, so what is looked up is the given options and not the possible ones.
-    chosen = {name: _OPTIONS[name](name, value) for name, value in options.items() if value is not None and name in _OPTIONS}
-    eos = frozenset(_optional(_token_ids, raw, "eos_token_ids") or _optional(_token_ids, stop, "stop_token_ids_hidden") or ())
-    stops = (
-        *(_optional(_token_ids, stop, "stop_token_ids") or ()),
-        *(_optional(_token_ids, stop, "stop_token_ids_visible") or ()),
-    )
+def _sampling(
+    raw: Mapping[str, Any], options: Mapping[str, Any], stop: Mapping[str, Any], logprobs: int | None
+) -> Sampling:
+    """`options` and `stop` are checked, `raw` is not."""
+    eos_ids = frozenset(_optional(_token_ids, raw, "eos_token_ids") or stop.get("stop_token_ids_hidden", ()))
+    stops = (*stop.get("stop_token_ids", ()), *stop.get("stop_token_ids_visible", ()))
     return Sampling(
-        **chosen,
-        max_tokens=_optional(_max_tokens, stop, "max_tokens"),
-        min_tokens=_optional(_min_tokens, stop, "min_tokens") or 0,
-        stop_token_ids=frozenset(stops) - eos if stops else _NO_IDS,
-        eos_token_ids=eos,
-        ignore_eos=_optional(_truth, stop, "ignore_eos") or False,
-        logprobs=_optional(_count, output, "logprobs"),
-        guided=_optional(_guided, options, "guided_decoding"),
+        **{name: value for name, value in options.items() if name in _SAMPLING_FIELDS},
+        max_tokens=stop.get("max_tokens"),
+        min_tokens=stop.get("min_tokens", 0),
+        stop_token_ids=frozenset(stops) - eos_ids if stops else _NO_IDS,
+        eos_token_ids=eos_ids,
+        ignore_eos=stop.get("ignore_eos", False),
+        logprobs=logprobs,
+        guided=options.get("guided_decoding"),
     )
 
 
-def _choices(raw: Mapping[str, Any]) -> tuple[int, int]:
+def _choices(options: Mapping[str, Any]) -> tuple[int, int]:
     """`n`, and `best_of` or 1."""
-    options = _mapping(raw, "sampling_options")
-    count, best_of = (_optional(_choice_count, options, name) for name in ("n", "best_of"))
-    if best_of is not None and best_of < (count or 1):
-        raise ClientFault(f"best_of must be at least n, which is {count or 1}")
-    return count or 1, best_of or 1
+    count, best_of = options.get("n", 1), options.get("best_of")
+    if best_of is not None and best_of < count:
+        raise ClientFault(f"best_of must be at least n, which is {count}")
+    return count, best_of or 1
 
 
 def _choice_count(name: str, value: Any) -> int:
     return _integer(name, value, 1, _MAX_CHOICES)
 
 
-def _refuse_unsupported(options: Mapping[str, Any], output: Mapping[str, Any]) -> None:
-    if _optional(_truth, options, "use_beam_search"):
+def _no_lora(name: str, value: Any) -> None:
+    if value:
+        raise ClientFault("LoRA adapters are not supported; ask for the base model")
+
+
+def _no_beam_search(name: str, value: Any) -> None:
+    if _truth(name, value):
         raise ClientFault("beam search is not supported")
-    if _optional(_count, output, "prompt_logprobs") is not None:  # what the frontend makes of `echo`
-        raise ClientFault(
-            "echo is not supported: neither the prompt nor log probabilities of its tokens are given back; leave out echo and "
-            "prompt_logprobs"
-        )
+
+
+def _no_echo(name: str, value: Any) -> None:
+    """`prompt_logprobs` is what the frontend makes of `echo`."""
+    _count(name, value)
+    raise ClientFault(
+        "echo is not supported: neither the prompt nor log probabilities of its tokens are given back; "
+        "leave out echo and prompt_logprobs"
+    )
+
+
+def _messages(name: str, value: Any) -> Any:
+    require_known_content(value)
+    return value
 
 
 def _guided(name: str, raw: Any) -> GuidedDecoding | None:
@@ -271,6 +277,21 @@ def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return _EMPTY if value is None else _object(key, value)
 
 
+def _checked(raw: Mapping[str, Any], key: str, checks: Checks) -> dict[str, Any]:
+    """What the mapping under `key` says about the names in `checks`, each checked; null says nothing.
+
+    Goes through what is given and not through what is possible: most requests set two or three of many.
+    """
+    given = raw.get(key)
+    if given is None:
+        return {}
+    return {
+        name: checks[name](name, value)
+        for name, value in _object(key, given).items()
+        if value is not None and name in checks
+    }
+
+
 def _optional(check: Callable[[str, Any], Value], raw: Mapping[str, Any], key: str) -> Value | None:
     value = raw.get(key)
     return None if value is None else check(key, value)
@@ -368,7 +389,7 @@ def _within(name: str) -> Callable[[str, Any], float]:
 
 _count = partial(_integer, low=0, high=SAMPLING_RANGES["logprobs"][1])
 _rank = partial(_integer, low=0, high=LARGEST_INT32)
-_OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+_SAMPLING_FIELDS: Checks = {
     "temperature": _within("temperature"),
     "top_p": _within("top_p"),
     "top_k": _top_k,
@@ -378,4 +399,24 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "presence_penalty": _within("presence_penalty"),
     "frequency_penalty": _within("frequency_penalty"),
 }
-"""What checks each sampling option; the frontend's names are those of `Sampling`."""
+"""The frontend's names are those of `Sampling`."""
+_OPTIONS: Checks = {
+    **_SAMPLING_FIELDS,
+    "n": _choice_count,
+    "best_of": _choice_count,
+    "guided_decoding": _guided,
+    "use_beam_search": _no_beam_search,
+}
+_STOP: Checks = {
+    "max_tokens": _max_tokens,
+    "min_tokens": _min_tokens,
+    "ignore_eos": _truth,
+    "stop": _strings,
+    "stop_token_ids": _token_ids,
+    "stop_token_ids_visible": _token_ids,
+    "stop_token_ids_hidden": _token_ids,
+}
+_OUTPUT: Checks = {"logprobs": _count, "prompt_logprobs": _no_echo, "skip_special_tokens": _truth}
+_ROUTING: Checks = {"lora_name": _no_lora, "priority": _number, "cache_salt": _string, "dp_rank": _rank}
+_EXTRA: Checks = {"messages": _messages, "formatted_prompt": _string, "mm_hashes": _strings}
+_PREFILL_RESULT: Checks = {"disaggregated_params": _object}
