@@ -120,12 +120,12 @@ REFUSALS = [
         "--limit-mm-per-prompt: 'images' is no kind of media; there are image, video and audio",
     ),
     ("qwen3-0.6b", MULTIMODAL, "Qwen3ForCausalLM takes no images: use --modality text, or another model"),
-    ("qwen3-0.6b", [*MULTIMODAL, *PORTABLE], "Qwen3ForCausalLM takes no images: use --modality text, or another model"),
+    ("qwen3-0.6b", [*MULTIMODAL, *PORTABLE], "Qwen3ForCausalLM takes no media: use --modality text, or another model"),
     (
         "llama-4-scout-17b-16e-instruct",
         [*MULTIMODAL, *PORTABLE],
-        "the portable engine takes images with Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, LLaVA-NeXT, Mistral 3, "
-        "Gemma 3 only, not with "
+        "the portable engine takes media with Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, LLaVA-NeXT, Mistral 3, "
+        "Gemma 3, Qwen2-Audio only, not with "
         "Llama4ForConditionalGeneration",
     ),
     (

@@ -166,15 +166,17 @@ def _modality(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
         return
     if config.engine.kind is EngineKind.TENSORRT_LLM:
         facts = facts_of(shape)
-        if facts is not None and "I" not in facts.modalities:
+        if shape.has_audio and not shape.has_vision:
+            yield f"{shape.architecture} takes audio, which this worker serves with --engine transformers only"
+        elif facts is not None and "I" not in facts.modalities:
             yield f"{shape.architecture} takes no images: use --modality text, or another model"
     if config.engine.kind is EngineKind.TRANSFORMERS:
         from dynamo.trtllm.engines.transformers.families import FAMILIES, supported_names
 
-        if not shape.has_vision:
-            yield f"{shape.architecture} takes no images: use --modality text, or another model"
+        if not shape.takes_media:
+            yield f"{shape.architecture} takes no media: use --modality text, or another model"
         elif shape.model_type not in FAMILIES:
-            yield f"the portable engine takes images with {supported_names()} only, not with {shape.architecture}"
+            yield f"the portable engine takes media with {supported_names()} only, not with {shape.architecture}"
 
 
 def _encoding(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:

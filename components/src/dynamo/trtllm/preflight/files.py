@@ -36,7 +36,7 @@ _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.json",
 )  # fmt: skip
-_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def find_file_faults(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _no_decoder(path: str) -> str:
 
 
 def _broken_files(config: WorkerConfig, directory: Path) -> Iterator[str]:
-    for name in (*_TEXT_FILES, *(_IMAGE_FILES if _takes_images(config) else ())):
+    for name in (*_TEXT_FILES, *(_PROCESSOR_FILES if _takes_media(config) else ())):
         fault = find_json_fault(directory / name)
         if fault is not None:
             yield f"{name} of the model directory {config.engine.model_path} {fault}"
@@ -93,9 +93,10 @@ def _missing_files(
         yield f"{lacks} tokenizer_config.json, which Dynamo's frontend reads beside the chat template: {DOWNLOAD}"
     elif served and not unreadable:
         yield from _template_faults(directory, path, config.model.custom_jinja_template)
-    images = config.engine.kind is not EngineKind.DOUBLE and _takes_images(config)
-    if images and not any((directory / name).is_file() for name in _IMAGE_FILES):
-        yield f"{lacks} image processor ({', '.join(_IMAGE_FILES)}): {DOWNLOAD}"
+    prepares = config.engine.kind is not EngineKind.DOUBLE and _takes_media(config)
+    if prepares and not any((directory / name).is_file() for name in _PROCESSOR_FILES):
+        what = "image processor" if shape is None or shape.has_vision else "feature extractor"
+        yield f"{lacks} {what} ({', '.join(_PROCESSOR_FILES)}): {DOWNLOAD}"
 
 
 def _describes_tokenizer(file: Path) -> bool:
@@ -136,5 +137,5 @@ def _serves_chat(config: WorkerConfig) -> bool:
     return config.role.decodes and "chat" in config.runtime.endpoint_types
 
 
-def _takes_images(config: WorkerConfig) -> bool:
+def _takes_media(config: WorkerConfig) -> bool:
     return config.model.modality is Modality.MULTIMODAL and config.role.reads_media

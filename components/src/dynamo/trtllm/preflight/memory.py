@@ -87,7 +87,7 @@ def estimate(shape: ModelShape, engine: EngineConfig, gpu: GpuMemory) -> MemoryE
 
 def _weight_bytes(shape: ModelShape, engine: EngineConfig) -> int:
     """Size of what the role loads; a `dtype` argument changes only weights that are not quantized."""
-    parameters = shape.parameters if engine.role.runs_language_model else shape.vision_parameters
+    parameters = shape.parameters if engine.role.runs_language_model else shape.media_parameters
     dtype = str(engine.args.get("dtype") or "auto")
     stored = DTYPE_BYTES.get(shape.dtype, 2.0)
     return round(parameters * (DTYPE_BYTES.get(dtype, stored) if stored >= 2 else stored))

@@ -26,6 +26,14 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 14336,
         "max_position_embeddings": 131072,
     },
+    "qwen2": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 22016,
+        "use_sliding_window": False,
+    },
     "llama4": {"intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1, "head_dim": 128},
 }
 """What Transformers' configuration classes fill in where a published config.json leaves a key out, by family."""
@@ -61,10 +69,16 @@ class ModelShape:
     vocab: int
     max_positions: int | None
     has_vision: bool
+    has_audio: bool
     dtype: str
     """Type of the weights as stored: `bfloat16`, or `fp8` and the like for a quantized model."""
     parameters: int
-    vision_parameters: int
+    media_parameters: int
+    """Those of them that turn images or sounds into embeddings."""
+
+    @property
+    def takes_media(self) -> bool:
+        return self.has_vision or self.has_audio
 
     @property
     def weight_bytes(self) -> int:
@@ -84,7 +98,7 @@ def parse_shape(config: Mapping[str, Any]) -> ModelShape | None:
         return None
     if shape is None:
         return None
-    counts = (shape.kv_heads, shape.head_dim, shape.vocab, shape.parameters, shape.vision_parameters)
+    counts = (shape.kv_heads, shape.head_dim, shape.vocab, shape.parameters, shape.media_parameters)
     usable = all(type(count) is int and 0 <= count <= _MOST_PARAMETERS for count in counts)
     return shape if usable and shape.kv_heads and shape.head_dim else None
 
@@ -99,8 +113,9 @@ def _parse(config: Mapping[str, Any]) -> ModelShape | None:
     heads, layers, hidden = (value if isinstance(value, int) and value > 0 else 0 for value in required)
     if not (heads and layers and hidden):
         return None
-    vision = config.get("vision_config")
-    vision_parameters = _count_vision(model_type, vision, hidden) if isinstance(vision, Mapping) else 0
+    vision, audio = config.get("vision_config"), config.get("audio_config")
+    media_parameters = _count_vision(model_type, vision, hidden) if isinstance(vision, Mapping) else 0
+    media_parameters += _count_audio(audio, hidden) if isinstance(audio, Mapping) else 0
     window, windowed = _windows(text, layers)
     kv_heads = text.get("num_key_value_heads") or heads
     head_dim = text.get("head_dim") or hidden // heads
@@ -119,9 +134,10 @@ def _parse(config: Mapping[str, Any]) -> ModelShape | None:
         vocab=int(text.get("vocab_size") or 0),
         max_positions=positions if type(positions) is int and positions > 0 else None,
         has_vision=isinstance(vision, Mapping),
+        has_audio=isinstance(audio, Mapping),
         dtype=_dtype(config, text),
-        parameters=_count_text(text, heads, kv_heads, head_dim, layers, hidden, tied) + vision_parameters,
-        vision_parameters=vision_parameters,
+        parameters=_count_text(text, heads, kv_heads, head_dim, layers, hidden, tied) + media_parameters,
+        media_parameters=media_parameters,
     )
 
 
@@ -156,6 +172,16 @@ def _count_vision(model_type: str, given: Mapping[str, Any], out: int) -> int:
     merged = width * int(vision.get("spatial_merge_size") or 1) ** 2
     projections = 1 + len(vision.get("deepstack_visual_indexes") or ())
     return depth * (4 * width * width + matrices * width * inner) + projections * (merged * merged + merged * out)
+
+
+def _count_audio(given: Mapping[str, Any], out: int) -> int:
+    """Weights of an encoder built as Whisper's, two convolutions and a transformer, and of the layer behind it."""
+    width, depth, inner, bands = (
+        int(given.get(name) or 0) for name in ("d_model", "encoder_layers", "encoder_ffn_dim", "num_mel_bins")
+    )
+    positions = int(given.get("max_source_positions") or 0)
+    convolutions = 3 * width * (bands + width)
+    return convolutions + positions * width + depth * (4 * width * width + 2 * width * inner) + width * out
 
 
 def _windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
