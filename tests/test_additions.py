@@ -340,7 +340,7 @@ def test_a_model_family_of_the_portable_engine_is_a_row(copied: CopiedPackage, t
     program = f"DIRECTORY = {str(tmp_path / 'vipllava')!r}; sys.path.append({str(Path(__file__).parent)!r})\n{ASK_VIPLLAVA}"
     refused = copied.ask(program)
     assert refused.startswith("VipLlavaForConditionalGeneration is not supported by the portable engine")
-    row = '    "vipllava": Family("VipLLaVA", _llava_tokens, _repeat, _no_extras),'
+    row = '    "vipllava": Family("VipLLaVA", _LLAVA),'
     copied.add_line("engines/transformers/families.py", '"llava": Family(', row)
     assert copied.ask(program) == ["VipLLaVA", 4, 6]
     assert len(copied.touched) == 1

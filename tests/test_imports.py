@@ -22,7 +22,7 @@ NEED_TRANSFORMERS = {
     f"{NAME}.engines.transformers.{name}"
     for name in (
         *("attention", "batch", "graphs", "encoder", "engine", "intake", "loading", "prompts", "runner", "scheduler"),
-        *("verify", "video", "worker"),
+        *("verify", "video", "audio", "media", "worker"),
     )
 }
 NEED_TORCH = {

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import transformers as tf
 from PIL import Image
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from dynamo.trtllm.config import EngineConfig, EngineKind, Modality
-from dynamo.trtllm.core import DecodedVideo
+from dynamo.trtllm.core import DecodedAudio, DecodedVideo
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 
 VOCABULARY = 200
@@ -33,6 +33,9 @@ _SPECIAL = {
     END: "<|vision_end|>",
     BREAK: "<|break|>",
 }
+AUDIO = 3
+_AUDIO_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+SOUND_RATE, LONGEST_SOUND_S, SOUND_ROWS = 16000, 2, 50
 _TIME_WORDS = ("<", ">", ".", "seconds", *"0123456789")
 _PATCH = 14
 
@@ -201,6 +204,26 @@ def gemma3() -> tuple[Any, Any]:
     return tf.Gemma3ForConditionalGeneration(config), tf.Gemma3Processor(images, words, image_seq_length=4)
 
 
+def byte_tokenizer() -> Any:
+    """Special tokens as Qwen2-Audio has them, and one for each byte: what any text becomes."""
+    words = [*_AUDIO_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(_AUDIO_SPECIAL))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+
+
+def qwen2_audio() -> tuple[Any, Any]:
+    positions = 50 * LONGEST_SOUND_S
+    tower = {"num_mel_bins": 16, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    audio = {"model_type": "qwen2_audio_encoder", **tower, "max_source_positions": positions}
+    text = tf.Qwen2Config(**text_config(vocab_size=264))
+    config = tf.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=AUDIO)
+    sounds = tf.WhisperFeatureExtractor(feature_size=16, sampling_rate=SOUND_RATE, chunk_length=LONGEST_SOUND_S)
+    return tf.Qwen2AudioForConditionalGeneration(config), tf.Qwen2AudioProcessor(sounds, byte_tokenizer())
+
+
 def text_llama() -> tuple[Any, Any]:
     return tf.LlamaForCausalLM(tf.LlamaConfig(**text_config())), tokenizer()
 
@@ -216,7 +239,7 @@ def text_gpt2() -> tuple[Any, Any]:
     return tf.GPT2LMHeadModel(config), tokenizer()
 
 
-MULTIMODAL: Mapping[str, Callable[[], tuple[Any, Any]]] = {
+WITH_IMAGES: Mapping[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
@@ -225,6 +248,7 @@ MULTIMODAL: Mapping[str, Callable[[], tuple[Any, Any]]] = {
     "mistral3": mistral3,
     "gemma3": gemma3,
 }
+MULTIMODAL: Mapping[str, Callable[[], tuple[Any, Any]]] = {**WITH_IMAGES, "qwen2_audio": qwen2_audio}
 TEXT: Mapping[str, Callable[[], tuple[Any, Any]]] = {"llama": text_llama, "gemma2": text_gemma2, "gpt2": text_gpt2}
 
 
@@ -258,7 +282,7 @@ def make_tiny_engine(directory: Path, family: str = "qwen2_vl", **args: Any) -> 
 
 def reference_model(directory: Path, family: str) -> Any:
     """The same weights in Transformers itself: eager attention, float32, no end of sequence unless a test sets one."""
-    loader = tf.AutoModelForImageTextToText if family in MULTIMODAL else tf.AutoModelForCausalLM
+    loader = tf.AutoModelForMultimodalLM if family in MULTIMODAL else tf.AutoModelForCausalLM
     model = loader.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -272,8 +296,11 @@ def reference_tokens(
     images: Sequence[Image.Image],
     count: int,
     videos: Sequence[DecodedVideo] = (),
+    sounds: Sequence[DecodedAudio] = (),
 ) -> list[int]:
-    """What `generate` gives greedily after the expanded prompt `ids`, from the pixels of `images` and `videos`."""
+    """What `generate` gives greedily after the expanded prompt `ids`, from the pixels of `images` and `videos`, or from the
+    samples of `sounds`.
+    """
     inputs = torch.tensor([list(ids)])
     pixels: dict[str, Any] = {}
     if images:
@@ -292,6 +319,15 @@ def reference_tokens(
         if family == "qwen2_5_vl":
             shown = [len(video.frame_indices) / video.total_frames * video.fps for video in videos]
             pixels["second_per_grid_ts"] = [2 / fps for fps in shown]
+    if sounds:
+        heard = processor.feature_extractor(
+            [sound.samples for sound in sounds],
+            sampling_rate=SOUND_RATE,
+            padding="max_length",
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        pixels |= {"input_features": heard["input_features"], "feature_attention_mask": heard["attention_mask"]}
     mask = torch.ones_like(inputs)
     with torch.inference_mode():
         output = model.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=count, do_sample=False, **pixels)
@@ -312,3 +348,13 @@ def noise_video(
     pixels = np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
     indices, total = tuple(range(0, frames * every, every)), frames * every
     return DecodedVideo(f"video {seed}", pixels, indices, fps, total, total / fps)
+
+
+def random_sound(seed: int, seconds: float) -> DecodedAudio:
+    """A tone of another pitch and level every 50 ms, the same for the same arguments."""
+    random, count = np.random.default_rng(seed), int(seconds * SOUND_RATE)
+    at = np.arange(count)
+    piece = at // (SOUND_RATE // 20)
+    hertz, level = random.uniform(100, 7000, (1000,)), random.uniform(0.01, 0.9, (1000,))
+    samples = level[piece] * np.sin(2 * np.pi * hertz[piece] * at / SOUND_RATE)
+    return DecodedAudio(f"sound {seed}", samples.astype(np.float32), SOUND_RATE)

@@ -15,7 +15,7 @@ from dynamo.trtllm.core import DecodedImage, EncodedMedia
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.errors import ClientFault
 from engines.contract import generate, place, request
-from engines.families import MULTIMODAL, make_tiny_engine, noise_image, save_tiny_model
+from engines.families import WITH_IMAGES, make_tiny_engine, noise_image, save_tiny_model
 
 IDS = tuple(range(21, 29))
 HIDDEN = 64
@@ -30,7 +30,7 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_tiny_model(family, tmp_path_factory.mktemp(family)) for family in MULTIMODAL}
+    return {family: save_tiny_model(family, tmp_path_factory.mktemp(family)) for family in WITH_IMAGES}
 
 
 async def _subject(directories: Mapping[str, Path], family: str) -> Subject:
@@ -40,7 +40,7 @@ async def _subject(directories: Mapping[str, Path], family: str) -> Subject:
     return Subject(family, engine, encoded)
 
 
-@pytest_asyncio.fixture(params=list(MULTIMODAL))
+@pytest_asyncio.fixture(params=list(WITH_IMAGES))
 async def subject(request: pytest.FixtureRequest, directories: dict[str, Path]) -> AsyncIterator[Subject]:
     subject = await _subject(directories, request.param)
     yield subject

@@ -24,7 +24,7 @@ from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.static_cache import StaticCache
 from dynamo.trtllm.errors import EngineDead, EngineFault
 from engines.contract import Output, generate, place, request, split
-from engines.families import MULTIMODAL, TEXT, make_tiny_engine, noise_image, reference_model, save_tiny_model
+from engines.families import MULTIMODAL, TEXT, WITH_IMAGES, make_tiny_engine, noise_image, reference_model, save_tiny_model
 
 Start = Callable[..., Awaitable[TransformersEngine]]
 IDS = tuple(range(21, 33))
@@ -68,7 +68,7 @@ async def _asked(engine: TransformersEngine, family: str) -> list[EngineRequest]
         {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "min_tokens": 9},
     ]
     images = []
-    if family in MULTIMODAL:
+    if family in WITH_IMAGES:
         images = await engine.encode([DecodedImage(str(i), noise_image(i, 56, 56)) for i in range(len(sampling))])
     asked = []
     for i, each in enumerate(sampling):

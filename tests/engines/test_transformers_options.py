@@ -12,14 +12,14 @@ from dynamo.trtllm.core import DecodedImage, MediaShape
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.errors import ClientFault
-from engines.families import MULTIMODAL, make_tiny_engine, noise_image, save_tiny_model
+from engines.families import WITH_IMAGES, make_tiny_engine, noise_image, save_tiny_model
 
 CELL = 28 * 28
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SIZES = [(60, 200), (300, 120), (33, 40)]
 
 
-@pytest.fixture(scope="module", params=list(MULTIMODAL))
+@pytest.fixture(scope="module", params=list(WITH_IMAGES))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     return request.param, save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -491,9 +491,9 @@ async def test_media_that_does_not_fit_the_prompt_is_refused_by_position(start: 
 async def test_a_text_model_refuses_images(start: Start) -> None:
     engine = await start()
     image = EncodedMedia("image", "a", {"features": torch.zeros(2, 64)}, (7, 7))
-    with pytest.raises(ClientFault, match="takes no images"):
+    with pytest.raises(ClientFault, match="takes no image"):
         await generate(engine, request((7, 7, 30), media=[PlacedMedia(image, 0, 2)], max_tokens=2))
-    with pytest.raises(ClientFault, match="takes no images"):
+    with pytest.raises(ClientFault, match="takes no image"):
         await engine.encode([DecodedImage("a", noise_image(1, 56, 56))])
 
 

@@ -56,7 +56,7 @@ class MediaInput:
     """The engine takes embeddings from a file (`Engine.adopt_embeddings`)."""
     rule: Any = None
     """What of an item the model wants read, in the form that the kind's file names (`multimodal.kinds`): for a video
-    which frames, for audio at which rate. None where everything is."""
+    which frames, for audio at which rate and how long. None where everything is."""
     options: Mapping[str, ProcessorOption] = field(default_factory=dict)
     """Keys of `mm_processor_kwargs` that the model knows for this kind. They come with the items (`DecodedMedia.options`)."""
 

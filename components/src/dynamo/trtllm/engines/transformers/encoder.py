@@ -16,8 +16,10 @@ import torch.nn.functional as F
 
 from dynamo.trtllm.core import DecodedImage, DecodedMedia, EncodedMedia
 from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
-from dynamo.trtllm.engines.transformers.families import Family, ImageTokens
+from dynamo.trtllm.engines.port import MediaInput
+from dynamo.trtllm.engines.transformers.families import ImageRules
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.engines.transformers.tokens import ImageTokens
 from dynamo.trtllm.errors import ClientFault, require_room
 
 
@@ -35,6 +37,7 @@ class PixelInputs:
 class MediaEncoder(Protocol):
     """One kind's side of one model."""
 
+    def input(self, context_length: int) -> MediaInput: ...
     def preprocess(self, item: DecodedMedia) -> PixelInputs: ...
     def encode(self, items: Sequence[PixelInputs]) -> list[EncodedMedia]: ...
     def tokens_of(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> int | None: ...
@@ -68,18 +71,28 @@ class FeatureCall:
 class ImageEncoder:
     """The image side of one model."""
 
-    def __init__(self, loaded: LoadedModel, family: Family, image: ImageTokens) -> None:
+    def __init__(self, loaded: LoadedModel, rules: ImageRules, image: ImageTokens) -> None:
         self._loaded = loaded
-        self._family = family
+        self._rules = rules
         self._image = image
         self._features = FeatureCall(loaded, "get_image_features")
+
+    def input(self, context_length: int) -> MediaInput:
+        """How the engine takes images, in prompts of at most `context_length` tokens."""
+        return MediaInput(
+            placeholder_id=self._image.placeholder,
+            encodes=True,
+            takes_encoded=True,
+            takes_files=True,
+            options=self._rules.options(self._image, context_length),
+        )
 
     def preprocess(self, item: DecodedMedia) -> PixelInputs:
         """Resize and normalise. Raises `ClientFault` for an image whose shape the model does not take."""
         if not isinstance(item, DecodedImage):
             raise ClientFault(f"this model takes no {item.kind}")
         processor = self._loaded.processor.image_processor
-        asked = self._family.image_call(processor, item.options).preparing
+        asked = self._rules.call(processor, item.options).preparing
         try:
             output = processor(images=[item.image], return_tensors="pt", **self._processor_options(), **asked)
         except (ValueError, ZeroDivisionError) as error:
@@ -98,14 +111,14 @@ class ImageEncoder:
 
     def encode(self, images: Sequence[PixelInputs]) -> list[EncodedMedia]:
         """Features of `images` in one pass through the vision tower."""
-        key = self._family.size_key
+        key = self._rules.size_key
         sizes = [{} if key is None else {key: image.tensors[key][0].tolist()} for image in images]
         encoded = zip(images, self._features(images), sizes, strict=True)
         return [self._assemble(image.digest, tensors, extras) for image, tensors, extras in encoded]
 
     def _assemble(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: dict[str, Any]) -> EncodedMedia:
         rows = int(tensors["features"].shape[0])
-        return EncodedMedia("image", digest, tensors, self._family.expand(self._image, rows, extras), extras)
+        return EncodedMedia("image", digest, tensors, self._rules.expand(self._image, rows, extras), extras)
 
     def tokens_of(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> int | None:
         """Length of the expansion of an image of (width, height), or None when the model does not take its shape."""
@@ -118,7 +131,7 @@ class ImageEncoder:
     def _rows_of(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
         """Tokens as the processor counts them: rows of features, with the breaks between them where a model has such."""
         processor = self._loaded.processor
-        asked = self._family.image_call(processor.image_processor, options).counting
+        asked = self._rules.call(processor.image_processor, options).counting
         try:
             counts = processor._get_num_multimodal_tokens(image_sizes=[(height, width)], **asked)
         except (ValueError, ZeroDivisionError):
@@ -138,7 +151,7 @@ class ImageEncoder:
         require_room(rows, self._loaded.context_length, with_media=True)
         self._require_rows(rows)
         tensors_by_name = {name: level.contiguous() for name, level in zip(names, levels, strict=True)}
-        return self._assemble(digest, tensors_by_name, self._family.adopt(self._image, rows, extras))
+        return self._assemble(digest, tensors_by_name, self._rules.adopt(self._image, rows, extras))
 
     def _level(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         flat = rows_of_one_item(name, tensor, self._loaded.hidden_size)
@@ -151,7 +164,7 @@ class ImageEncoder:
 
     def _require_rows(self, rows: int) -> None:
         """Models with one size for all images take no other number of rows."""
-        if self._family.size_key is not None:
+        if self._rules.size_key is not None:
             return
         expected = self._rows_of(self._image.patch, self._image.patch, {})
         if expected is not None and rows != expected:

@@ -14,7 +14,7 @@ import transformers
 
 from dynamo.trtllm.config import EngineConfig
 from dynamo.trtllm.core import DecodedMedia, EncodedMedia, GuidedDecoding, MediaShape, Step, Usage
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled
+from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.batch import Batch, EagerBatch
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, MediaEncoder
 from dynamo.trtllm.engines.transformers.grammars import Grammars
@@ -22,13 +22,13 @@ from dynamo.trtllm.engines.transformers.graphs import GraphBatch
 from dynamo.trtllm.engines.transformers.intake import Intake
 from dynamo.trtllm.engines.transformers.interleave import Interleave
 from dynamo.trtllm.engines.transformers.loading import LoadedModel, load_model, load_tokenizer
+from dynamo.trtllm.engines.transformers.media import encoders_of
 from dynamo.trtllm.engines.transformers.options import EngineOptions, parse_options
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
 from dynamo.trtllm.engines.transformers.scheduler import Scheduler
 from dynamo.trtllm.engines.transformers.sequence import Sequence as EngineSequence
 from dynamo.trtllm.engines.transformers.sequence import Stage
 from dynamo.trtllm.engines.transformers.verify import decodes_in_graphs, verify
-from dynamo.trtllm.engines.transformers.video import FRAME_OPTIONS, VideoEncoder, frame_rule
 from dynamo.trtllm.engines.transformers.worker import EncodeJob, Sink, Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead
 from dynamo.trtllm.metrics import Readings
@@ -37,7 +37,7 @@ from dynamo.trtllm.stages import waited_for_the_engine
 
 
 class TransformersEngine(Engine):
-    """See the package. Requests share the worker's thread and the pool that prepares images; all else is per request."""
+    """See the package. Requests share the worker's thread and the pool that prepares media; all else is per request."""
 
     forks = True
 
@@ -46,13 +46,12 @@ class TransformersEngine(Engine):
         self._options: EngineOptions = parse_options(config.args)
         self._loaded: LoadedModel | None = None
         self._intake: Intake | None = None
-        self._image: ImageEncoder | None = None
         self._encoders: Mapping[str, MediaEncoder] = {}
         self._worker: Worker | None = None
         self._context_length = 0
         self._total_blocks = 0
         self._decoding = "eager"
-        self._preparing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="image")
+        self._preparing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="media")
         self._grammars: Grammars | None = None
         self._compiling = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 
@@ -68,11 +67,8 @@ class TransformersEngine(Engine):
         self._total_blocks = loaded.kv_tokens // self._options.tokens_per_block
         self._context_length = min(loaded.context_length, self._total_blocks * self._options.tokens_per_block)
         verify(loaded)
-        if loaded.family is not None and loaded.image is not None:
-            self._image = ImageEncoder(loaded, loaded.family, loaded.image)
-            self._encoders = {"image": self._image}
-            if loaded.video is not None:
-                self._encoders = {"image": self._image, "video": VideoEncoder(loaded, loaded.family, loaded.video)}
+        self._encoders = encoders_of(loaded)
+        if self._encoders:
             threads = torch.get_num_threads()
             self._preparing.submit(torch.set_num_threads, threads)
         self._grammars = Grammars(partial(load_tokenizer, directory), loaded.logits, loaded.eos_token_ids)
@@ -95,7 +91,7 @@ class TransformersEngine(Engine):
             total_kv_blocks=self._total_blocks,
             max_num_seqs=options.max_batch_size,
             max_num_batched_tokens=options.max_num_tokens,
-            media=self._media(loaded),
+            media={kind: each.input(self._context_length) for kind, each in self._encoders.items()},
             hidden_size=loaded.hidden_size if self._encoders else None,
             extras={
                 "architecture": loaded.architecture,
@@ -109,25 +105,6 @@ class TransformersEngine(Engine):
                 "image_token_id": loaded.image.feature if loaded.image else None,
             },
         )
-
-    def _media(self, loaded: LoadedModel) -> dict[str, MediaInput]:
-        if loaded.image is None or loaded.family is None:
-            return {}
-        options = loaded.family.image_options(loaded.image, self._context_length)
-        placeholder = loaded.image.placeholder
-        image = MediaInput(
-            placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=options
-        )
-        if loaded.video is None:
-            return {"image": image}
-        video = MediaInput(
-            placeholder_id=loaded.video.feature,
-            rule=frame_rule(loaded.video),
-            encodes=True,
-            takes_encoded=True,
-            options={**options, **FRAME_OPTIONS},
-        )
-        return {"image": image, "video": video}
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         return self._stream(request, lambda: self._require_intake().sequence(request, Stage.GENERATE))
@@ -175,9 +152,10 @@ class TransformersEngine(Engine):
     def adopt_embeddings(
         self, kind: str, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]
     ) -> EncodedMedia:
-        if kind != "image" or self._image is None:
+        encoder = self._encoders.get(kind)
+        if not isinstance(encoder, ImageEncoder):
             raise ClientFault(f"this model takes no precomputed embeddings of {kind}")
-        return self._image.adopt(digest, tensors, extras)
+        return encoder.adopt(digest, tensors, extras)
 
     async def check_health(self) -> None:
         self._require_worker().require_alive()
@@ -242,5 +220,5 @@ class TransformersEngine(Engine):
     def _require_encoder(self, kind: str) -> MediaEncoder:
         self._require_loaded()
         if kind not in self._encoders:
-            raise ClientFault(f"this model takes no {kind}s")
+            raise ClientFault(f"this model takes no {kind}")
         return self._encoders[kind]

@@ -1,75 +1,25 @@
 """The multimodal models that the portable engine serves: one row for each family.
 
-A row says what the chat template writes for an image or a video, what that becomes in the prompt, and what the text model needs
-beside the features. A family is added with a row here and a tiny model in the tests that proves it against `generate`.
+A row says what the chat template writes for an image, a video or a sound, what that becomes in the prompt, and
+what the text model needs beside the features. A family is added with a row here and a tiny model in the tests
+that proves it against `generate`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo.trtllm.engines.port import ProcessorOption
+from dynamo.trtllm.engines.transformers.tokens import AudioTokens, ImageTokens, VideoTokens
 from dynamo.trtllm.errors import ClientFault
 
 Extras = Mapping[str, Any]
 Options = Mapping[str, Any]
 """A request's `mm_processor_kwargs` for one kind, checked by the `ProcessorOption`s of its family."""
-
-
-@dataclass(frozen=True)
-class ImageTokens:
-    """The ids that stand for an image in a prompt, as a model's configuration and processor name them."""
-
-    placeholder: int
-    """What the chat template writes once per image."""
-    feature: int
-    """What stands for one row of features."""
-    begin: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
-    row_end: int | None = None
-    """Follows every row of features but the last, which `end` follows."""
-    merge: int = 1
-    """Patches per side that become one row of features."""
-    patch: int = 1
-    """Pixels per side of a patch."""
-
-
-@dataclass(frozen=True)
-class VideoTokens:
-    """The ids that stand for a video in a prompt, and how its frames become rows of features."""
-
-    feature: int
-    """What the chat template writes once per video, and what stands for one row of features."""
-    merge: int
-    """Patches per side that become one row of features."""
-    together: int
-    """Frames that become one row of features: a temporal patch."""
-    begin: int
-    end: int
-    """Around the rows of a temporal patch, where times are written."""
-    write: Callable[[str], Sequence[int]] | None = None
-    """Ids of a text; given where the time of each temporal patch stands before it in the prompt."""
-    paced: bool = False
-    """Positions follow the seconds between temporal patches, `second_per_grid_ts`."""
-
-    @property
-    def around(self) -> int:
-        """The fewest ids of a temporal patch beside its rows."""
-        return 0 if self.write is None else 3
-
-    def expand(self, grid: Sequence[int], times_s: Sequence[float]) -> tuple[int, ...]:
-        """What the placeholder becomes: rows by `grid` (temporal patches, height and width in patches)."""
-        rows = (self.feature,) * (grid[1] * grid[2] // self.merge**2)
-        if self.write is None:
-            return rows * grid[0]
-        ids: list[int] = []
-        for time_s in times_s:
-            ids += [*self.write(f"<{time_s:.1f} seconds>"), self.begin, *rows, self.end]
-        return tuple(ids)
 
 
 class ProcessorCall(NamedTuple):
@@ -89,28 +39,37 @@ def _plain_call(processor: Any, options: Options) -> ProcessorCall:
 
 
 @dataclass(frozen=True)
-class Family:
-    """One family. `tokens(config, processor)` reads the ids; `expand(tokens, rows, extras)` is the image in the prompt."""
+class ImageRules:
+    """How a family takes images. `tokens(config, processor)` reads the ids; `expand(tokens, rows, extras)` is what
+    stands for an image in the prompt.
+    """
 
-    name: str
     tokens: Callable[[Any, Any], ImageTokens]
     expand: Callable[[ImageTokens, int, Extras], tuple[int, ...]]
     adopt: Callable[[ImageTokens, int, Extras], dict[str, Any]]
     """The extras of an image of which only features are known. Raises `ClientFault` naming the key that is missing."""
+    size_key: str | None = None
+    """The processor output that says how an image was cut."""
+    options: Callable[[ImageTokens, int], Mapping[str, ProcessorOption]] = _no_options
+    """Keys of `mm_processor_kwargs`; the second argument is the context length."""
+    call: Callable[[Any, Options], ProcessorCall] = _plain_call
+    """How those keys are said to the image processor, the first argument; and to the video processor, which takes the same."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: the kinds of media that it takes, each with what reads its ids of the configuration and the processor."""
+
+    name: str
+    image: ImageRules | None = None
+    video: Callable[[Any, Any], VideoTokens] | None = None
+    audio: Callable[[Any, Any], AudioTokens] | None = None
     grid: bool = False
     """Positions follow `image_grid_thw` (M-RoPE)."""
     mutual: bool = False
     """The tokens of an image see one another in both directions."""
-    size_key: str | None = None
-    """The processor output that says how an image was cut."""
     levels: Callable[[Any], int] = lambda config: 0
     """Feature levels beside the first (deepstack)."""
-    image_options: Callable[[ImageTokens, int], Mapping[str, ProcessorOption]] = _no_options
-    """Keys of `mm_processor_kwargs` for images; the second argument is the context length."""
-    image_call: Callable[[Any, Options], ProcessorCall] = _plain_call
-    """How those keys are said to the image processor, the first argument; and to the video processor, which takes the same."""
-    video: Callable[[Any, Any], VideoTokens] | None = None
-    """Reads the ids for videos like `tokens`; None: the family takes none here."""
 
 
 def _repeat(tokens: ImageTokens, rows: int, extras: Extras) -> tuple[int, ...]:
@@ -242,37 +201,33 @@ def _gemma3_tokens(config: Any, processor: Any) -> ImageTokens:
     return ImageTokens(begin, config.image_token_id, begin=(*gap, begin), end=(end, *gap))
 
 
-_QWEN: dict[str, Any] = {
-    "tokens": _qwen_tokens,
-    "expand": _repeat,
-    "adopt": _adopt_grid,
-    "grid": True,
-    "size_key": "image_grid_thw",
-    "image_options": _pixel_options,
-    "image_call": _pixel_call,
-}
+def _qwen2_audio(config: Any, processor: Any) -> AudioTokens:
+    return AudioTokens(config.audio_token_id)
+
+
+_QWEN = ImageRules(
+    _qwen_tokens, _repeat, _adopt_grid, size_key="image_grid_thw", options=_pixel_options, call=_pixel_call
+)
+_LLAVA = ImageRules(_llava_tokens, _repeat, _no_extras)
+_MISTRAL3 = ImageRules(
+    _mistral3_tokens, _by_rows, _adopt_size, size_key="image_sizes", options=_edge_options, call=_edge_call
+)
 
 FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": Family("Qwen2-VL", **_QWEN, video=_qwen_video),
-    "qwen2_5_vl": Family("Qwen2.5-VL", **_QWEN, video=partial(_qwen_video, paced=True)),
+    "qwen2_vl": Family("Qwen2-VL", _QWEN, _qwen_video, grid=True),
+    "qwen2_5_vl": Family("Qwen2.5-VL", _QWEN, partial(_qwen_video, paced=True), grid=True),
     "qwen3_vl": Family(
         "Qwen3-VL",
-        **_QWEN,
+        _QWEN,
+        partial(_qwen_video, timed=True),
+        grid=True,
         levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
-        video=partial(_qwen_video, timed=True),
     ),
-    "llava": Family("LLaVA", _llava_tokens, _repeat, _no_extras),
-    "llava_next": Family("LLaVA-NeXT", _llava_tokens, _repeat, _no_extras, size_key="image_sizes"),
-    "mistral3": Family(
-        "Mistral 3",
-        _mistral3_tokens,
-        _by_rows,
-        _adopt_size,
-        size_key="image_sizes",
-        image_options=_edge_options,
-        image_call=_edge_call,
-    ),
-    "gemma3": Family("Gemma 3", _gemma3_tokens, _repeat, _no_extras, mutual=True),
+    "llava": Family("LLaVA", _LLAVA),
+    "llava_next": Family("LLaVA-NeXT", replace(_LLAVA, size_key="image_sizes")),
+    "mistral3": Family("Mistral 3", _MISTRAL3),
+    "gemma3": Family("Gemma 3", ImageRules(_gemma3_tokens, _repeat, _no_extras), mutual=True),
+    "qwen2_audio": Family("Qwen2-Audio", audio=_qwen2_audio),
 }
 """By the configuration's `model_type`."""
 

@@ -68,7 +68,7 @@ class Intake:
         """One item at its place, with as many rows of features as the prompt has tokens for them there."""
         loaded, item = self.loaded, media.item
         if item.kind not in loaded.features:
-            raise PartFault(position, f"this worker takes no {item.kind}s", kind=item.kind)
+            raise PartFault(position, f"this worker takes no {item.kind}", kind=item.kind)
         if not isinstance(item, EncodedMedia):
             raise EngineFault("the portable engine takes media only through its encode stage")
         placed = token_ids[media.start : media.start + media.length].count(loaded.features[item.kind])

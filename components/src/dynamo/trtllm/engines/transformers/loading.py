@@ -16,9 +16,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from dynamo.trtllm.config import EngineConfig, Modality
 from dynamo.trtllm.engines.transformers.attention import ATTENTION_NAME, register
 from dynamo.trtllm.engines.transformers.cache import CacheShape
-from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, ImageTokens, VideoTokens, supported_names
+from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, supported_names
 from dynamo.trtllm.engines.transformers.fusion import fuse
 from dynamo.trtllm.engines.transformers.options import EngineOptions
+from dynamo.trtllm.engines.transformers.tokens import AudioTokens, ImageTokens, VideoTokens
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.model_files import architectures_of, read_model_json
 
@@ -29,6 +30,8 @@ _CUDA_MEMORY_FRACTION = 0.8
 _GROWTH = 2
 """The batch cache is copied when it grows: old and new stand side by side."""
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_TOWERS = ("vision_config", "audio_config")
+"""Parts of a configuration that text-only models have none of."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LAYER_KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -46,6 +49,7 @@ class LoadedModel:
     processor: Any
     image: ImageTokens | None
     video: VideoTokens | None
+    audio: AudioTokens | None
     levels: int
     cache_shape: CacheShape
     layer_types: tuple[str, ...]
@@ -64,7 +68,7 @@ class LoadedModel:
     @property
     def features(self) -> dict[str, int]:
         """The id that stands for one row of features, by the kinds of media that the model takes."""
-        tokens = {"image": self.image, "video": self.video}
+        tokens = {"image": self.image, "video": self.video, "audio": self.audio}
         return {kind: each.feature for kind, each in tokens.items() if each is not None}
 
     @property
@@ -82,7 +86,8 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
     settings = _read_config(directory)
     kind, architecture = str(settings.model_type), _architecture(settings)
     family = FAMILIES.get(kind)
-    if family is None and (config.modality is Modality.MULTIMODAL or hasattr(settings, "vision_config")):
+    takes_media = any(hasattr(settings, name) for name in _TOWERS)
+    if family is None and (config.modality is Modality.MULTIMODAL or takes_media):
         raise unsupported(architecture, "it is not in the table of multimodal families")
     register()
     _set_threads(config.torch_threads, 0, device)
@@ -96,19 +101,20 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
         fuse(text_model)
     stock_attention = str(text_model.config._attn_implementation)
     text_model.set_attn_implementation(ATTENTION_NAME)
-    with_images = family is not None and config.modality is Modality.MULTIMODAL
-    processor = _load_processor(directory, architecture, model.config) if with_images else None
+    served = family if config.modality is Modality.MULTIMODAL else None
+    processor = _load_processor(directory, architecture, model.config, served) if served else None
     context_length = _context_length(text_config, options, architecture)
     return LoadedModel(
         model=model,
         decoder=decoder,
         embed=model.get_input_embeddings(),
         architecture=architecture,
-        family=family if with_images else None,
+        family=served,
         processor=processor,
-        image=family.tokens(model.config, processor) if family and with_images else None,
-        video=family.video(model.config, processor) if family and family.video and with_images else None,
-        levels=family.levels(model.config) if family and with_images else 0,
+        image=served.image.tokens(model.config, processor) if served and served.image else None,
+        video=served.video(model.config, processor) if served and served.video else None,
+        audio=served.audio(model.config, processor) if served and served.audio else None,
+        levels=served.levels(model.config) if served else 0,
         cache_shape=shape,
         layer_types=layer_types,
         vocabulary=int(model.get_input_embeddings().weight.shape[0]),
@@ -175,7 +181,7 @@ def _set_threads(threads: int | None, parameters: int, device: torch.device) -> 
 
 
 def _load_weights(directory: str, family: Family | None, device: torch.device, dtype: Any, architecture: str) -> Any:
-    loader = transformers.AutoModelForImageTextToText if family else transformers.AutoModelForCausalLM
+    loader = transformers.AutoModelForMultimodalLM if family else transformers.AutoModelForCausalLM
     try:
         model = loader.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each format of weights has exceptions of its own
@@ -189,15 +195,16 @@ def load_tokenizer(directory: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
-def _load_processor(directory: str, architecture: str, config: Any) -> Any:
+def _load_processor(directory: str, architecture: str, config: Any, family: Family) -> Any:
+    part, noun = ("image_processor", "image processor") if family.image else ("feature_extractor", "feature extractor")
     try:
         auto: Any = transformers.AutoProcessor
         processor = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above
-        reason = "its image processor cannot be loaded; the model directory needs its processor files"
+        reason = f"its {noun} cannot be loaded; the model directory needs its processor files"
         raise StartupError(f"{architecture}: {reason}") from error
-    if not hasattr(processor, "image_processor"):
-        raise StartupError(f"{architecture}: the model directory has no image processor; add its preprocessor_config.json")
+    if not hasattr(processor, part):
+        raise StartupError(f"{architecture}: the model directory has no {noun}; add its preprocessor_config.json")
     if getattr(processor, "patch_size", 0) is None:
         processor.patch_size = config.vision_config.patch_size
     if getattr(processor, "vision_feature_select_strategy", "") is None:

@@ -15,10 +15,11 @@ import numpy as np
 
 from dynamo.trtllm.config import VideoLimits
 from dynamo.trtllm.core import DecodedMedia, DecodedVideo, EncodedMedia
-from dynamo.trtllm.engines.port import ProcessorOption
+from dynamo.trtllm.engines.port import MediaInput, ProcessorOption
 from dynamo.trtllm.engines.transformers.encoder import FeatureCall, PixelInputs
-from dynamo.trtllm.engines.transformers.families import Family, VideoTokens
+from dynamo.trtllm.engines.transformers.families import ImageRules
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.engines.transformers.tokens import ImageTokens, VideoTokens
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.frame_rules import QWEN2_VL, QWEN3_VL, FrameRule
 
@@ -40,20 +41,33 @@ def frame_rule(video: VideoTokens) -> FrameRule:
 
 
 class VideoEncoder:
-    """The video side of one model."""
+    """The video side of one model, which says of sizes what its image side does: `rules` and `image`."""
 
-    def __init__(self, loaded: LoadedModel, family: Family, video: VideoTokens) -> None:
+    def __init__(
+        self, loaded: LoadedModel, rules: ImageRules, image: ImageTokens, video: VideoTokens
+    ) -> None:
         self._loaded = loaded
-        self._family = family
+        self._rules = rules
+        self._image = image
         self._video = video
         self._features = FeatureCall(loaded, "get_video_features")
         self._processor = loaded.processor.video_processor
+
+    def input(self, context_length: int) -> MediaInput:
+        """How the engine takes videos, in prompts of at most `context_length` tokens."""
+        return MediaInput(
+            placeholder_id=self._video.feature,
+            rule=frame_rule(self._video),
+            encodes=True,
+            takes_encoded=True,
+            options={**self._rules.options(self._image, context_length), **FRAME_OPTIONS},
+        )
 
     def preprocess(self, item: DecodedMedia) -> PixelInputs:
         """Resize and normalise. Raises `ClientFault` for frames whose shape the model does not take."""
         if not isinstance(item, DecodedVideo):
             raise ClientFault(f"this model takes no {item.kind}")
-        asked = self._family.image_call(self._processor, item.options).preparing
+        asked = self._rules.call(self._processor, item.options).preparing
         place = {"device": self._loaded.device} if self._loaded.device.type == "cuda" else {}
         frames = self._whole_patches(item.frames)
         try:
@@ -95,7 +109,7 @@ class VideoEncoder:
         Where times stand in the prompt it is the least length: how long they are is known with the frames.
         """
         frames, width, height = sizes
-        asked = self._family.image_call(self._processor, options).preparing
+        asked = self._rules.call(self._processor, options).preparing
         frames = max(frames, self._video.together)
         try:
             patches = self._processor.get_num_of_video_patches(frames, height, width, dict(asked))

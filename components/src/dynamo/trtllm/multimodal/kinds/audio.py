@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynamo.trtllm import metrics
+from dynamo.trtllm.audio_rule import AudioRule
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedAudio, MediaShape
 from dynamo.trtllm.errors import ClientFault
@@ -26,7 +27,7 @@ def _url_of_input_audio(part: Mapping[str, Any]) -> str:
 
 
 class AudioKind(MediaKind):
-    """Only decoding tells how long a sound is. The model's rule is its rate, in samples a second."""
+    """Only decoding tells how long a sound is. The model's rule is an `AudioRule`."""
 
     name = "audio"
     plural = "audio"
@@ -39,9 +40,10 @@ class AudioKind(MediaKind):
         return None
 
     async def decode(
-        self, data: bytes, digest: str, shape: MediaShape | None, rule: int, config: MediaConfig
+        self, data: bytes, digest: str, shape: MediaShape | None, rule: AudioRule, config: MediaConfig
     ) -> DecodedAudio:
-        sound = await clips.read_audio_apart(data, rule, config.audio)
+        longest_s = min(rule.max_duration_s, config.audio.max_duration_s)
+        sound = await clips.read_audio_apart(data, rule.rate, replace(config.audio, max_duration_s=longest_s))
         return replace(sound, digest=digest)
 
     def stats(self) -> metrics.Readings:
