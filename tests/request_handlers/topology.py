@@ -47,6 +47,7 @@ class RecordingEngine(DoubleEngine):
         media = {"placeholder_ids": {"image": PLACEHOLDER}, "media_tokens": IMAGE_TOKENS}
         given = {**media, "kv_bytes_per_token": KV_BYTES, **script}
         super().__init__(EngineConfig(kind=EngineKind.DOUBLE, double_script=given))
+        self.kv_bytes_per_token: int = given["kv_bytes_per_token"]
         self.requests: list[EngineRequest] = []
         self.generated: list[EngineRequest] = []
         self.released = 0
@@ -74,7 +75,8 @@ class RecordingEngine(DoubleEngine):
         self.requests.append(request)
         self.decoding += 1
         try:
-            assert state.tensors["kv"].numel() == KV_BYTES * len(request.prompt.token_ids)
+            held = sum(tensor.numel() for tensor in state.tensors.values())
+            assert held == self.kv_bytes_per_token * len(request.prompt.token_ids)
             async for step in super().decode(request, first, state):
                 yield step
                 if self.fail_decode is not None:

@@ -35,7 +35,7 @@ from dynamo.trtllm.engines.tensorrt_llm.results import Submitted
 from dynamo.trtllm.engines.tensorrt_llm.streams import Streams
 from dynamo.trtllm.engines.tensorrt_llm.submission import Submission
 from dynamo.trtllm.engines.tensorrt_llm.vitals import Vitals
-from dynamo.trtllm.errors import ClientFault, EngineFault, WorkerError
+from dynamo.trtllm.errors import ClientFault, EngineFault
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ class TensorRTLLMEngine(Engine):
         return self._streams.read(request, submit, len(first.token_ids), fetches_cache=True)
 
     def abandon(self, request: EngineRequest, state: EngineState) -> None:
-        self._vitals.own(self._fetch_and_forget(request, state))
+        self._streams.fetch_and_forget(request, state, lambda: self._attach(request, 1, state))
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         return await self._context_stage.run(request)
@@ -192,17 +192,6 @@ class TensorRTLLMEngine(Engine):
         """Submits a prefilled request: the engine fetches its KV cache and goes on."""
         params, keep = handoff.unpack_state(self._library, state)
         return await self._submission.submit(request, room, params, keep=keep)
-
-    async def _fetch_and_forget(self, request: EngineRequest, state: EngineState) -> None:
-        """Prefill's engine holds a request's KV cache until decode's has fetched it, or for a minute: so
-        it is fetched."""
-        try:
-            submitted = await self._attach(request, 1, state)
-            await self._streams.abort_after_first(submitted)
-        except WorkerError as error:
-            logger.info("Request %s could not be taken back: %s", request.request_id, error)
-        finally:
-            state.release()
 
 
 async def _shut_down(llm: Any) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from dynamo.trtllm.core import Step, Tokens
-from dynamo.trtllm.engines.port import EngineRequest
+from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.results import Progress, Reader, Submitted, abort
 from dynamo.trtllm.engines.tensorrt_llm.vitals import Vitals
 from dynamo.trtllm.errors import EngineFault, WorkerError
@@ -67,6 +67,22 @@ class Streams:
                         vitals.own(self.abort_after_first(submitted))
                     else:
                         abort(result)
+
+    def fetch_and_forget(
+        self, request: EngineRequest, state: EngineState, submit: Callable[[], Awaitable[Submitted]]
+    ) -> None:
+        """Prefill's engine holds a request's KV cache until decode's has fetched it, or for a minute: so it is fetched, for
+        nobody. Does not wait; releases `state`."""
+
+        async def fetch() -> None:
+            try:
+                await self.abort_after_first(await submit())
+            except WorkerError as error:
+                logger.info("Request %s could not be taken back: %s", request.request_id, error)
+            finally:
+                state.release()
+
+        self._vitals.own(fetch())
 
     async def abort_after_first(self, submitted: Submitted) -> None:
         """Aborting before the KV cache has arrived would leave prefill with a transfer that nobody ends."""
