@@ -1,8 +1,10 @@
-"""Build hook: makes `dynamo.trtllm` resolve to this distribution although `ai-dynamo` installs a package of the same name.
+"""Build hook: makes `dynamo.trtllm` resolve to this distribution although
+`ai-dynamo` installs a package of the same name.
 
-`dynamo` is a namespace package, so the first folder on `sys.path` that holds a `dynamo/trtllm` provides it. One line in a `.pth`
-file puts our folder first: from a wheel that is `dynamo_trtllm_overlay/` in site-packages, from an editable install
-`components/src` of the checkout. Nothing of `ai-dynamo` is overwritten, so uninstalling gives its package back.
+`dynamo` is a namespace package, so the first folder on `sys.path` that holds a `dynamo/trtllm` provides it.
+One line in a `.pth` file puts our folder first: from a wheel that is `dynamo_trtllm_overlay/` in
+site-packages, from an editable install `components/src` of the checkout. Nothing of `ai-dynamo` is
+overwritten, so uninstalling gives its package back.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PTH_NAME = "dynamo_trtllm_overlay.pth"
 WHEEL_FOLDER = 'os.path.join(sitedir, "dynamo_trtllm_overlay")'
-"""`sitedir` is the folder of the `.pth` file: a local variable of the function in `site` that executes the line."""
+"""`sitedir` is the folder of the `.pth` file:
+a local variable of the function in `site` that executes the line."""
 
 
 def pth_line(folder_expression: str) -> str:
     """The line that moves the folder named by a Python expression to the front of `sys.path`."""
-    return f"import os, sys; p = {folder_expression}; p in sys.path and sys.path.remove(p); sys.path.insert(0, p)\n"
+    return (
+        f"import os, sys; p = {folder_expression}; p in sys.path and sys.path.remove(p); "
+        "sys.path.insert(0, p)\n"
+    )
 
 
 class OverlayHook(BuildHookInterface):  # type: ignore[type-arg]

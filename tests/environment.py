@@ -19,7 +19,8 @@ GUIDE_VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
-    """Take this project's variables out of the environment, and put all back afterwards: Dynamo's own validation writes some."""
+    """Take this project's variables out of the environment, and put all back afterwards:
+    Dynamo's own validation writes some."""
     before = dict(os.environ)
     for name in list(os.environ):
         if name.startswith(("DYN_", "NATS_TLS")) or name in GUIDE_VARIABLES:

@@ -1,4 +1,5 @@
-"""Small fakes of what Dynamo gives a worker: a request's context, the sender of its stream, and a client of peers."""
+"""Small fakes of what Dynamo gives a worker: a request's context,
+the sender of its stream, and a client of peers."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ Answer = Callable[[Mapping[str, Any], FakeContext | None], AsyncIterator[Any]]
 
 
 class FakeClient:
-    """Dynamo's client over functions: `answers` maps an instance to what it streams. `calls` holds the instances asked."""
+    """Dynamo's client over functions: `answers` maps an instance to what it streams.
+    `calls` holds the instances asked."""
 
     def __init__(self, answers: Mapping[int, Answer]) -> None:
         self.answers = dict(answers)
@@ -94,7 +96,8 @@ def replies(*items: Any) -> Answer:
 
 
 def served_by(handler: Handler) -> Answer:
-    """An instance that is one of our workers: requests and replies are JSON, errors are Dynamo's, as on the network."""
+    """An instance that is one of our workers: requests and replies are JSON,
+    errors are Dynamo's, as on the network."""
     egress = Egress(handler, on_dead=ignore_death, push=False)
 
     async def answer(request: Mapping[str, Any], context: FakeContext | None) -> AsyncGenerator[Any, None]:
@@ -109,7 +112,9 @@ def ignore_death(error: EngineDead) -> None:
     """For `Egress(on_dead=...)` where no engine dies."""
 
 
-async def answered(handler: Handler, raw: Mapping[str, Any], context: FakeContext | None = None) -> AsyncGenerator[Chunk, None]:
+async def answered(
+    handler: Handler, raw: Mapping[str, Any], context: FakeContext | None = None
+) -> AsyncGenerator[Chunk, None]:
     """The chunks of one request, as the frontend would get them."""
     async with aclosing(await handler.respond(raw, context or FakeContext())) as outputs:
         async for output in outputs:
@@ -148,8 +153,13 @@ async def outcome(call: Awaitable[Any]) -> BaseException | None:
 def raw_request(
     *token_ids: int, images: tuple[str, ...] = (), stop: Mapping[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """A request as the frontend sends it; `options` are sampling options, or top-level fields by their own names."""
-    top = {key: options.pop(key) for key in ("output_options", "routing", "extra_args", "prefill_result") if key in options}
+    """A request as the frontend sends it; `options` are sampling options,
+    or top-level fields by their own names."""
+    top = {
+        key: options.pop(key)
+        for key in ("output_options", "routing", "extra_args", "prefill_result")
+        if key in options
+    }
     return {
         "model": "m",
         "token_ids": list(token_ids),

@@ -44,7 +44,8 @@ def parts(*urls: Any) -> list[MediaPart]:
 
 
 class GatedEngine(DoubleEngine):
-    """The double with images; `encode` waits for `gate` when there is one, and `encoded` holds the digests it was given."""
+    """The double with images; `encode` waits for `gate` when there is one,
+    and `encoded` holds the digests it was given."""
 
     def __init__(self, **script: Any) -> None:
         given = {"placeholder_ids": {"image": PLACEHOLDER}, "media_tokens": IMAGE_TOKENS, **script}
@@ -71,6 +72,9 @@ async def started(engine: DoubleEngine) -> tuple[DoubleEngine, EngineInfo]:
 
 
 async def loader_over(
-    engine: DoubleEngine, modality: Modality = Modality.MULTIMODAL, info: EngineInfo | None = None, **config: Any
+    engine: DoubleEngine,
+    modality: Modality = Modality.MULTIMODAL,
+    info: EngineInfo | None = None,
+    **config: Any,
 ) -> MediaLoader:
     return MediaLoader(engine, info or await engine.start(), MediaConfig(**config), modality)

@@ -1,4 +1,5 @@
-"""What has to be touched to add something: each test adds one, in a process of its own, and looks at all it must lead to."""
+"""What has to be touched to add something: each test adds one,
+in a process of its own, and looks at all it must lead to."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from dynamo.trtllm.values import COUNT, SECONDS
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig(config.MediaConfig):
-    max_rows: int = flag("--max-rows", COUNT, 7, "Most rows of a table.", roles=frozenset({Role.PREFILL}), shared="MAX_ROWS")
+    max_rows: int = flag(
+        "--max-rows", COUNT, 7, "Most rows of a table.", roles=frozenset({Role.PREFILL}), shared="MAX_ROWS"
+    )
 
 config.MediaConfig = MediaConfig
 config.ENGINE_FLAGS += (Flag("--tile-size", COUNT, None, "Size of a tile.", argument="tile_config.size"),)
@@ -52,11 +55,17 @@ print(json.dumps({
     "flag": outcome("--modality", "multimodal", "--max-rows", "3", "--tile-size", "2"),
     "variable": outcome("--modality", "multimodal", DYN_TRTLLM_MAX_ROWS="4", DYN_TRTLLM_TILE_SIZE="5"),
     "shared variable": outcome("--modality", "multimodal", MAX_ROWS="6"),
-    "flag over variable": outcome("--modality", "multimodal", "--max-rows", "3", DYN_TRTLLM_MAX_ROWS="4", MAX_ROWS="6"),
+    "flag over variable": outcome(
+        "--modality", "multimodal", "--max-rows", "3", DYN_TRTLLM_MAX_ROWS="4", MAX_ROWS="6"
+    ),
     "other role": outcome("--disaggregation-mode", "decode", "--max-rows", "3"),
     "bad flag": outcome("--max-rows", "0"),
     "bad variable": outcome(DYN_TRTLLM_TILE_SIZE="x"),
-    "fault": [each for each in find_faults(parse([*PREFILL, "--trtllm.tile_config.size", "0"]).config) if "tile" in each],
+    "fault": [
+        each
+        for each in find_faults(parse([*PREFILL, "--trtllm.tile_config.size", "0"]).config)
+        if "tile" in each
+    ],
     "help": " ".join(build_parser().format_help().split()),
     "table": flag_table(),
 }))
@@ -65,8 +74,11 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def added() -> dict[str, Any]:
-    """What a process finds in which `config.py` declares one flag more of a layer, and one more of an engine argument."""
-    result = subprocess.run([sys.executable, "-c", ADD_FLAGS], capture_output=True, text=True, timeout=120, check=False)
+    """What a process finds in which `config.py` declares one flag more of a layer,
+    and one more of an engine argument."""
+    result = subprocess.run(
+        [sys.executable, "-c", ADD_FLAGS], capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 0, result.stderr
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
@@ -84,11 +96,17 @@ def test_a_declared_flag_brings_its_range_its_role_and_its_sentences(added: dict
     assert added["other role"] == [7, None, ["a decode worker has no use for --max-rows, so it is ignored"]]
     assert added["bad flag"] == "--max-rows must be a whole number of at least 1, not '0'"
     assert added["bad variable"] == "DYN_TRTLLM_TILE_SIZE must be a whole number of at least 1, not 'x'"
-    assert "tile_config.size 0 (--trtllm.tile_config.size) must be a whole number of at least 1" in added["fault"]
+    assert (
+        "tile_config.size 0 (--trtllm.tile_config.size) must be a whole number of at least 1"
+        in added["fault"]
+    )
 
 
 def test_a_declared_flag_stands_in_help_and_in_the_readmes_table(added: dict[str, Any]) -> None:
-    assert "--max-rows N Most rows of a table. env var: DYN_TRTLLM_MAX_ROWS, MAX_ROWS | default: 7" in added["help"]
+    assert (
+        "--max-rows N Most rows of a table. env var: DYN_TRTLLM_MAX_ROWS, MAX_ROWS | default: 7"
+        in added["help"]
+    )
     assert "--tile-size N Size of a tile. env var: DYN_TRTLLM_TILE_SIZE" in added["help"]
     media = added["table"].partition("**Media**")[2].partition("**Transfer**")[0]
     assert "| `--max-rows N` | `MAX_ROWS` | 7 | prefill | Most rows of a table. |" in media.splitlines()
@@ -131,7 +149,8 @@ class PointsKind(MediaKind):
         return MediaShape(self.name, (len(data.splitlines()),))
 
     async def decode(self, data, digest, shape, rule, config):
-        return DecodedPoints(digest, tuple(tuple(map(float, line.split())) for line in data.decode().splitlines()))
+        lines = data.decode().splitlines()
+        return DecodedPoints(digest, tuple(tuple(map(float, line.split())) for line in lines))
 '''
 KIND_IN_THE_PIPELINE = {
     "multimodal/kinds/points.py": lambda _: POINT_CLOUDS,
@@ -156,7 +175,10 @@ from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal_processor import MultimodalProcessor
 
-PNG = "data:;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+PNG = (
+    "data:;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAA"
+    "DUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+)
 GOOD, OTHER, BAD = "data:,1 2 3", "data:,4 5 6", "data:,1 2"
 
 class Asked:
@@ -193,23 +215,33 @@ print(json.dumps(asyncio.run(main())))
 
 
 def test_a_media_kind_is_at_most_six_files(tmp_path: Path) -> None:
-    """A fourth kind, added to a copy of the package, goes the way of the others: from a part to its place in the prompt."""
+    """A fourth kind, added to a copy of the package, goes the way of the others:
+    from a part to its place in the prompt."""
     package = tmp_path / "dynamo" / "trtllm"
-    shutil.copytree(Path(config.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "model"))
+    shutil.copytree(
+        Path(config.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "model")
+    )
     for name, edited in KIND_IN_THE_PIPELINE.items():
         file = package / name
         before = file.read_text() if file.exists() else ""
         file.write_text(edited(before))
         assert file.read_text() != before
     asked = subprocess.run(
-        [sys.executable, "-c", ASK_ABOUT_POINTS, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", ASK_ABOUT_POINTS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert asked.returncode == 0, asked.stderr
     found = json.loads(asked.stdout)
     assert found["mixed"] == [[1, 6, 6, 2, 9, 9], ["points", "image"]]
     assert found["bad"] == "points 1: a line of it is not three numbers"
     assert found["two"] == "the request holds 2 point clouds; this worker takes at most 1"
-    assert found["not taken"] == "points 1: the model m takes no point clouds on this worker; it takes images only"
+    assert (
+        found["not taken"]
+        == "points 1: the model m takes no point clouds on this worker; it takes images only"
+    )
     assert found["unknown"] == (
         "content parts of type smell_url are not supported; "
         "a content part is text, image_url, video_url, audio_url, input_audio or points_url"
@@ -278,7 +310,9 @@ print(json.dumps({**shown, "table": [row for row in metrics.table() if "parrot" 
 def test_a_metric_is_its_declaration_and_the_line_that_counts_it(copied: CopiedPackage) -> None:
     new = 'PARROTS = Counter("dynamo_trtllm_parrots_total", "parrots", "Parrots seen.", _CONTEXT)'
     copied.add_line("metrics.py", "MEDIA_CACHE_ENTRIES = Gauge(", new)
-    copied.add_line("engines/double.py", "metrics.ENGINE_ACTIVE: self._active,", "            metrics.PARROTS: 3,")
+    copied.add_line(
+        "engines/double.py", "metrics.ENGINE_ACTIVE: self._active,", "            metrics.PARROTS: 3,"
+    )
     assert copied.ask(SHOW_THE_PARROTS) == {
         "agg": [
             "# HELP dynamo_trtllm_parrots_total Parrots seen.",
@@ -312,13 +346,16 @@ def test_an_engine_whose_library_is_missing_says_what_its_line_says(copied: Copi
 
 def test_a_transfer_backend_is_a_file_and_a_line(copied: CopiedPackage) -> None:
     copied.add_file("transfer/pigeon.py", PIGEON)
-    copied.add_line("transfer/registry.py", '"local":', '    "pigeon": "dynamo.trtllm.transfer.pigeon:PigeonTransport",')
+    copied.add_line(
+        "transfer/registry.py", '"local":', '    "pigeon": "dynamo.trtllm.transfer.pigeon:PigeonTransport",'
+    )
     assert copied.ask(HAND_OVER_BY_PIGEON) == ["pigeon", [1.0, 2.0, 3.0], 0]
     assert len(copied.touched) == 2
 
 
 def test_a_tensorrt_llm_release_is_a_file_and_a_line(copied: CopiedPackage, tmp_path: Path) -> None:
-    """Its own record judges it: an argument that is new in it is taken, and everybody knows where that was read."""
+    """Its own record judges it: an argument that is new in it is taken,
+    and everybody knows where that was read."""
     installed = tmp_path / "tensorrt_llm-1.5.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt_llm\nVersion: 1.5.0\n")
@@ -337,7 +374,10 @@ def test_a_tensorrt_llm_release_is_a_file_and_a_line(copied: CopiedPackage, tmp_
 
 def test_a_model_family_of_the_portable_engine_is_a_row(copied: CopiedPackage, tmp_path: Path) -> None:
     """A model that Transformers has and the table has not: refused without the row, served with it."""
-    program = f"DIRECTORY = {str(tmp_path / 'vipllava')!r}; sys.path.append({str(Path(__file__).parent)!r})\n{ASK_VIPLLAVA}"
+    program = (
+        f"DIRECTORY = {str(tmp_path / 'vipllava')!r}; "
+        f"sys.path.append({str(Path(__file__).parent)!r})\n{ASK_VIPLLAVA}"
+    )
     refused = copied.ask(program)
     assert refused.startswith("VipLlavaForConditionalGeneration is not supported by the portable engine")
     row = '    "vipllava": Family("VipLLaVA", _LLAVA),'
@@ -401,7 +441,8 @@ from dynamo.trtllm.engines.factory import create_engine, require_installed
 from dynamo.trtllm.errors import StartupError
 
 said = []
-for start in (lambda: require_installed(EngineKind.PARROT), lambda: create_engine(EngineConfig(kind=EngineKind.PARROT))):
+parrot = EngineConfig(kind=EngineKind.PARROT)
+for start in (lambda: require_installed(EngineKind.PARROT), lambda: create_engine(parrot)):
     try:
         start()
     except StartupError as error:
@@ -464,7 +505,8 @@ from dynamo.trtllm.preflight.versions import untested
 from dynamo.trtllm.utils.trtllm_utils import parse
 
 config = parse(["--model-path", "demo"]).config
-config = replace(config, engine=replace(config.engine, args={**config.engine.args, "brand_new": 3, "brand_newer": 4}))
+args = {**config.engine.args, "brand_new": 3, "brand_newer": 4}
+config = replace(config, engine=replace(config.engine, args=args))
 record, note = nearest_release("1.5.0")
 print(json.dumps({
     "nearest": record.version,
@@ -491,7 +533,8 @@ def save():
     tower = tf.CLIPVisionConfig(**families._CLIP, projection_dim=32)
     text = tf.LlamaConfig(**families.text_config())
     config = tf.VipLlavaConfig(
-        text_config=text, vision_config=tower, image_token_index=families.IMAGE, vision_feature_layers=[-1, -2]
+        text_config=text, vision_config=tower,
+        image_token_index=families.IMAGE, vision_feature_layers=[-1, -2],
     )
     _, processor = families.llava()
     torch.manual_seed(0)
@@ -500,7 +543,9 @@ def save():
 
 async def main():
     save()
-    config = EngineConfig(kind=EngineKind.TRANSFORMERS, model_path=DIRECTORY, modality=Modality.MULTIMODAL, device="cpu")
+    config = EngineConfig(
+        kind=EngineKind.TRANSFORMERS, model_path=DIRECTORY, modality=Modality.MULTIMODAL, device="cpu"
+    )
     engine = create_engine(config)
     try:
         info = await engine.start()
@@ -508,7 +553,8 @@ async def main():
         (item,) = await engine.encode([DecodedImage("d", picture)])
         ids = (1, 20, *item.token_ids, 30)
         prompt = Prompt(ids, (PlacedMedia(item, 2, len(item.token_ids)),))
-        request = EngineRequest(request_id="r", prompt=prompt, sampling=Sampling(max_tokens=6, ignore_eos=True))
+        sampling = Sampling(max_tokens=6, ignore_eos=True)
+        request = EngineRequest(request_id="r", prompt=prompt, sampling=sampling)
         steps = [step async for step in engine.generate(request)]
         return [info.extras["family"], len(item.token_ids), sum(len(step.token_ids) for step in steps)]
     except StartupError as error:

@@ -29,7 +29,9 @@ TABLE: list[tuple[type[WorkerError], type[BaseException]]] = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), TABLE, ids=lambda each: each.__name__)
-def test_each_error_becomes_dynamos_with_our_words_only(ours: type[WorkerError], theirs: type[BaseException]) -> None:
+def test_each_error_becomes_dynamos_with_our_words_only(
+    ours: type[WorkerError], theirs: type[BaseException]
+) -> None:
     error = ours("our words")
     error.__cause__ = OSError("connect to 10.1.2.3:4 failed, /srv/secret")
     translated = to_dynamo(error)
@@ -52,7 +54,9 @@ def test_a_part_is_named_by_kind_and_position() -> None:
     assert PartFault(1, "x", kind="image").position == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("/srv/secret"), KeyError("x"), asyncio.TimeoutError("t"), ZeroDivisionError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("/srv/secret"), KeyError("x"), asyncio.TimeoutError("t"), ZeroDivisionError()]
+)
 def test_what_is_not_ours_is_a_500_that_says_nothing(error: Exception) -> None:
     translated = to_dynamo(error)
     assert type(translated) is dynamo.Unknown

@@ -1,4 +1,5 @@
-"""Which modules do without the engines' libraries, NIXL and torch: blocked in a process of its own, and read in the source."""
+"""Which modules do without the engines' libraries, NIXL and torch:
+blocked in a process of its own, and read in the source."""
 
 from __future__ import annotations
 
@@ -21,14 +22,31 @@ NAME = "dynamo.trtllm"
 NEED_TRANSFORMERS = {
     f"{NAME}.engines.transformers.{name}"
     for name in (
-        *("attention", "batch", "graphs", "encoder", "engine", "intake", "loading", "prompts", "runner", "scheduler"),
+        *(
+            "attention",
+            "batch",
+            "graphs",
+            "encoder",
+            "engine",
+            "intake",
+            "loading",
+            "prompts",
+            "runner",
+            "scheduler",
+        ),
         *("verify", "video", "audio", "media", "worker"),
     )
 }
 NEED_TORCH = {
     *NEED_TRANSFORMERS,
-    *(f"{NAME}.engines.transformers.{name}" for name in ("cache", "sampling", "sequence", "state", "fusion", "grammars")),
-    *(f"{NAME}.engines.transformers.{name}" for name in ("rows", "static_cache", "device_sampling", "interleave")),
+    *(
+        f"{NAME}.engines.transformers.{name}"
+        for name in ("cache", "sampling", "sequence", "state", "fusion", "grammars")
+    ),
+    *(
+        f"{NAME}.engines.transformers.{name}"
+        for name in ("rows", "static_cache", "device_sampling", "interleave")
+    ),
     *(f"{NAME}.demo.{name}" for name in ("batches", "evaluation", "forward", "train")),
     *(f"{NAME}.transfer.{name}" for name in ("board", "layout", "reader", "sender")),
 }
@@ -57,7 +75,9 @@ def complaints(blocked: str, modules: set[str]) -> str:
     """What a new process says that imports `modules` while the libraries in `blocked` cannot be found."""
     command = [sys.executable, "-c", PROGRAM, blocked, ",".join(sorted(modules))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parents[1])}
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=300, env=environment
+    ).stdout
 
 
 def test_a_worker_and_its_command_line_import_without_torch_nixl_and_any_engines_library() -> None:
@@ -66,11 +86,14 @@ def test_a_worker_and_its_command_line_import_without_torch_nixl_and_any_engines
 
 
 def test_what_computes_with_torch_imports_without_nixl_and_any_engines_library() -> None:
-    assert complaints("nixl,transformers,tensorrt_llm", (NEED_TORCH - NEED_TRANSFORMERS) & all_modules()) == ""
+    assert (
+        complaints("nixl,transformers,tensorrt_llm", (NEED_TORCH - NEED_TRANSFORMERS) & all_modules()) == ""
+    )
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """The top-level package of each import in a file, and whether it is carried out when the file is imported."""
+    """The top-level package of each import in a file,
+    and whether it is carried out when the file is imported."""
 
     def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -88,12 +111,18 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 @cache
 def all_imports() -> list[tuple[str, str, bool]]:
     """File below the package, imported library, and whether that happens when the file is imported."""
-    return [(str(path.relative_to(ROOT)), *each) for path in sorted(ROOT.rglob("*.py")) for each in imports(path)]
+    return [
+        (str(path.relative_to(ROOT)), *each) for path in sorted(ROOT.rglob("*.py")) for each in imports(path)
+    ]
 
 
 def importers(library: str, *, when_imported: bool | None = None) -> set[str]:
     """Files that import `library` anywhere, or only those that do so at once or never at once."""
-    return {path for path, name, at_import in all_imports() if name == library and when_imported in (None, at_import)}
+    return {
+        path
+        for path, name, at_import in all_imports()
+        if name == library and when_imported in (None, at_import)
+    }
 
 
 @pytest.mark.parametrize(
@@ -104,7 +133,9 @@ def importers(library: str, *, when_imported: bool | None = None) -> set[str]:
         ("nixl", ("transfer/",)),
     ],
 )
-def test_a_library_is_imported_only_where_the_map_of_the_code_says(library: str, allowed: tuple[str, ...]) -> None:
+def test_a_library_is_imported_only_where_the_map_of_the_code_says(
+    library: str, allowed: tuple[str, ...]
+) -> None:
     assert {each for each in importers(library) if not each.startswith(allowed)} == set()
 
 
@@ -115,5 +146,8 @@ def test_nixl_and_tensorrt_llm_are_imported_only_inside_functions() -> None:
 
 
 def test_only_what_needs_torch_imports_it_at_once() -> None:
-    named = {f"{NAME}.{each.removesuffix('.py').replace('/', '.')}" for each in importers("torch", when_imported=True)}
+    named = {
+        f"{NAME}.{each.removesuffix('.py').replace('/', '.')}"
+        for each in importers("torch", when_imported=True)
+    }
     assert named <= NEED_TORCH

@@ -1,4 +1,5 @@
-"""The declarations of all metrics, against Prometheus' rules, Dynamo's names, README and the other modules."""
+"""The declarations of all metrics, against Prometheus' rules,
+Dynamo's names, README and the other modules."""
 
 from __future__ import annotations
 

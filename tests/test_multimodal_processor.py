@@ -1,4 +1,5 @@
-"""From a request to its prompt: placeholders become expansions in order, and what does not fit is refused first."""
+"""From a request to its prompt: placeholders become expansions in order,
+and what does not fit is refused first."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import pytest
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.config import EngineConfig, EngineKind
-from dynamo.trtllm.core import Context, DecodedImage, EncodedMedia, MediaItem, PlacedMedia, Prompt, TokenBudget
+from dynamo.trtllm.core import (
+    Context,
+    DecodedImage,
+    EncodedMedia,
+    MediaItem,
+    PlacedMedia,
+    Prompt,
+    TokenBudget,
+)
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo, MediaInput
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
@@ -31,7 +40,9 @@ class Source:
         self.asked: list[tuple[Sequence[MediaPart], TokenBudget, Context | None]] = []
         self.closed = False
 
-    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[MediaItem]:
         self.asked.append((parts, budget, context))
         return self.items
 
@@ -75,14 +86,19 @@ def test_an_expansion_that_holds_the_placeholder_itself_is_not_expanded_again() 
     a, b = image("a", PLACEHOLDER, PLACEHOLDER), image("b", PLACEHOLDER)
     prompt = expand((PLACEHOLDER, PLACEHOLDER), PLACES, [a, b])
     assert prompt.token_ids == (PLACEHOLDER,) * 3
-    assert [(each.item.digest, each.start, each.length) for each in prompt.media] == [("a", 0, 2), ("b", 2, 1)]
+    assert [(each.item.digest, each.start, each.length) for each in prompt.media] == [
+        ("a", 0, 2),
+        ("b", 2, 1),
+    ]
 
 
 def test_a_decoded_image_keeps_its_placeholder() -> None:
     from PIL import Image
 
     decoded = DecodedImage("d", Image.new("RGB", (1, 1)))
-    assert expand((1, PLACEHOLDER), PLACES, [decoded]) == Prompt((1, PLACEHOLDER), (PlacedMedia(decoded, 1, 1),))
+    assert expand((1, PLACEHOLDER), PLACES, [decoded]) == Prompt(
+        (1, PLACEHOLDER), (PlacedMedia(decoded, 1, 1),)
+    )
 
 
 def test_items_of_two_kinds_are_placed_where_each_kinds_placeholders_stand() -> None:
@@ -116,13 +132,19 @@ async def test_the_source_is_told_how_much_of_the_context_the_text_takes() -> No
     [((1, PLACEHOLDER), [], 1), ((1, PLACEHOLDER, PLACEHOLDER), ["u"], 2), ((1, 2), ["u"], 0)],
     ids=["literal alone", "literal beside an image", "none for an image"],
 )
-async def test_placeholders_and_images_must_be_as_many(token_ids: tuple[int, ...], urls: list[str], places: int) -> None:
+async def test_placeholders_and_images_must_be_as_many(
+    token_ids: tuple[int, ...], urls: list[str], places: int
+) -> None:
     source = Source()
     with pytest.raises(ClientFault) as caught:
         await MultimodalProcessor(info(), source).prepare(request(*token_ids, urls=urls))
-    literal, missing = "the text must not contain the model's placeholder", "the model's chat template has to write one for each"
+    literal, missing = (
+        "the text must not contain the model's placeholder",
+        "the model's chat template has to write one for each",
+    )
     assert caught.value.message == (
-        f"the prompt has {places} image placeholders for {len(urls)} image parts; {literal if places else missing}"
+        f"the prompt has {places} image placeholders for {len(urls)} image parts; "
+        f"{literal if places else missing}"
     )
     assert source.asked == []
 
@@ -158,7 +180,9 @@ async def test_an_engine_without_media_refuses_them_before_any_is_fetched(kind: 
         await MultimodalProcessor(info(placeholder=None), source).prepare(parse_request(raw, FakeContext()))
     name = kind.removesuffix("_url")
     plural = {"image": "images", "video": "videos", "audio": "audio"}[name]
-    assert caught.value.message == f"{name} 1: the model m takes no {plural} on this worker; it takes text only"
+    assert (
+        caught.value.message == f"{name} 1: the model m takes no {plural} on this worker; it takes text only"
+    )
     assert source.asked == []
 
 
@@ -179,7 +203,9 @@ async def test_pictures_and_embedding_files_are_placed_where_they_were_sent(tmp_
     loader = await loader_over(engine, allowed_local_path=tmp_path)
     processor = MultimodalProcessor(await engine.start(), loader)
     urls = [png_url(1), write_embeddings(tmp_path, "e.pt", 2), png_url(2)]
-    prompt = (await processor.prepare(request(1, PLACEHOLDER, 2, PLACEHOLDER, PLACEHOLDER, 3, urls=urls))).prompt
+    prompt = (
+        await processor.prepare(request(1, PLACEHOLDER, 2, PLACEHOLDER, PLACEHOLDER, 3, urls=urls))
+    ).prompt
     assert prompt.token_ids == (1, *[PLACEHOLDER] * IMAGE_TOKENS, 2, *[PLACEHOLDER] * (2 + IMAGE_TOKENS), 3)
     assert [(each.start, each.length) for each in prompt.media] == [(1, 4), (6, 2), (8, 4)]
     assert len({each.item.digest for each in prompt.media}) == 3

@@ -12,7 +12,13 @@ from dynamo.trtllm.utils.flags import OTHER_VARIABLES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "tests/README.md", "launch/README.md", "engine_configs/README.md"]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "tests/README.md",
+    "launch/README.md",
+    "engine_configs/README.md",
+]
 
 
 def test_the_tables_of_flags_are_made_from_the_declarations() -> None:
@@ -28,12 +34,20 @@ def test_each_other_variable_stands_in_the_readme(name: str) -> None:
 def test_relative_links_and_pictures_lead_to_files(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", path.read_text())
-    targets = [link for pair in links for link in pair if link and not link.startswith(("http://", "https://", "#", "mailto:"))]
+    targets = [
+        link
+        for pair in links
+        for link in pair
+        if link and not link.startswith(("http://", "https://", "#", "mailto:"))
+    ]
     missing = [target for target in targets if not (path.parent / target.partition("#")[0]).exists()]
     assert missing == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_paths_of_this_repository_that_a_document_names_exist(document: str) -> None:
-    named = re.findall(r"`(?:\./)?((?:launch|tests|engine_configs|components)/[A-Za-z0-9_./-]+)`", (ROOT / document).read_text())
+    named = re.findall(
+        r"`(?:\./)?((?:launch|tests|engine_configs|components)/[A-Za-z0-9_./-]+)`",
+        (ROOT / document).read_text(),
+    )
     assert [name for name in named if not (ROOT / name).exists()] == []

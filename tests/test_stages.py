@@ -1,4 +1,5 @@
-"""What is told of a request's time, by stage and by how it ended: through an endpoint, by a clock of the test."""
+"""What is told of a request's time, by stage and by how it ended:
+through an endpoint, by a clock of the test."""
 
 from __future__ import annotations
 

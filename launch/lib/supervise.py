@@ -1,26 +1,30 @@
 """Runs the processes of one serving topology together: labelled output, readiness, and an end in common.
 
 usage: supervise.py [options] --start LABEL COUNT ARG...
-  --start LABEL COUNT ARG...  one process; COUNT says how many ARGs follow; leading NAME=VALUE are its environment
-  --then COUNT ARG...         runs this when the model is listed, with this terminal; when it ends, so does everything else
+  --start LABEL COUNT ARG...  one process; COUNT says how many ARGs follow; leading NAME=VALUE are its
+                              environment
+  --then COUNT ARG...         runs this when the model is listed, with this terminal; when it ends, so does
+                              everything else
   --outlive LABEL             ends this process after the others have ended
-  --stop COUNT ARG...         asks processes to end by this command, with their labels as further arguments, and not by SIGTERM
+  --stop COUNT ARG...         asks processes to end by this command, with their labels as further arguments,
+                              and not by SIGTERM
   --finally COUNT ARG...      runs this when all processes have ended, however that came about
-  --url URL                   the frontend's address: its port must be free, if it is of this host, and its /v1/models says what
-                              is served
+  --url URL                   the frontend's address: its port must be free, if it is of this host, and its
+                              /v1/models says what is served
   --model NAME                the model to wait for
   --instances N               waits until the frontend's /health lists so many workers too (default 1)
   --ready-timeout S           gives up when the model is not listed after S seconds
   --grace S                   time between SIGTERM and SIGKILL
   --temporary NAME            makes a directory, passes its path in the variable NAME, removes it at the end
-  --log FILE                  writes the processes' output there and shows the end of it on failure; removed after a good end
+  --log FILE                  writes the processes' output there and shows the end of it on failure; removed
+                              after a good end
   --since EPOCH               counts the time until ready from this moment
 
-The first process to end takes the others with it, and its name and status are reported. SIGTERM, SIGINT and SIGHUP end all of
-them; a second signal cuts the grace short. Each process leads a process group of its own, and the whole group is ended. The exit
-status is that of the process that ended first (1 if it was 0), that of --then, or 128 and the signal's number. While the model
-is not listed, the reasons that the frontend gives are repeated here, and the same reason several times ends the wait. Uses the
-standard library only.
+The first process to end takes the others with it, and its name and status are reported. SIGTERM, SIGINT and
+SIGHUP end all of them; a second signal cuts the grace short. Each process leads a process group of its own,
+and the whole group is ended. The exit status is that of the process that ended first (1 if it was 0), that of
+--then, or 128 and the signal's number. While the model is not listed, the reasons that the frontend gives are
+repeated here, and the same reason several times ends the wait. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ T = TypeVar("T")
 
 
 class LaunchError(Exception):
-    """What ended the launch, in one sentence, the exit status that goes with it, and the process whose fault it was, if any."""
+    """What ended the launch, in one sentence, the exit status that goes with it,
+    and the process whose fault it was, if any."""
 
     def __init__(self, message: str, status: int = 1, label: str = "") -> None:
         super().__init__(message)
@@ -145,9 +150,11 @@ def _command(label: str, words: Iterator[str]) -> Command:
 
 
 class Complaints:
-    """Why the frontend does not list the model, from its own log: the last reason, and how often it was given.
+    """Why the frontend does not list the model, from its own log:
+    the last reason, and how often it was given.
 
-    Dynamo's frontend says so on lines that hold 'materialization failed', the model's name and the reason as `error`.
+    Dynamo's frontend says so on lines that hold 'materialization failed',
+    the model's name and the reason as `error`.
     """
 
     def __init__(self, model: str) -> None:
@@ -182,7 +189,8 @@ class Supervisor:
         self._output = open(plan.log, "ab") if plan.log else sys.stdout.buffer  # noqa: SIM115 - lives as long as the process
 
     async def run(self) -> int:
-        """Starts everything, serves until something ends, ends the rest; returns the client's status or raises LaunchError."""
+        """Starts everything, serves until something ends, ends the rest;
+        returns the client's status or raises LaunchError."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._signals.put_nowait, number)
         with self._temporary_directory():
@@ -230,14 +238,19 @@ class Supervisor:
         self._processes[command.label] = process
         if process.stdout is not None:
             listener = self._complaints.read if command.label == FRONTEND else None
-            self._readers.append(asyncio.create_task(_copy(command.label, process.stdout, self._output, listener)))
+            self._readers.append(
+                asyncio.create_task(_copy(command.label, process.stdout, self._output, listener))
+            )
         return process
 
     async def _until(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; LaunchError as soon as a signal arrives or one of the processes that run now ends."""
+        """The result of `work`; LaunchError as soon as a signal arrives
+        or one of the processes that run now ends."""
         main = asyncio.create_task(work)
         watchers = [asyncio.create_task(self._signalled())]
-        watchers += [asyncio.create_task(_ended(label, process)) for label, process in self._processes.items()]
+        watchers += [
+            asyncio.create_task(_ended(label, process)) for label, process in self._processes.items()
+        ]
         try:
             await asyncio.wait([main, *watchers], return_when=asyncio.FIRST_COMPLETED)
             for task in (main, *watchers):
@@ -264,11 +277,14 @@ class Supervisor:
             now, complaints = time.monotonic(), self._complaints
             if complaints.times >= PATIENCE:
                 raise LaunchError(
-                    f"the frontend cannot serve {self._plan.model}, as it said {complaints.times} times: {complaints.reason}"
+                    f"the frontend cannot serve {self._plan.model}, as it said {complaints.times} times: "
+                    f"{complaints.reason}"
                 )
             reason = f"; the frontend says: {complaints.reason}" if complaints.reason else ""
             if now - started > self._plan.ready_timeout:
-                raise LaunchError(f"{self._plan.model} was not listed within {self._plan.ready_timeout:g} s{reason}")
+                raise LaunchError(
+                    f"{self._plan.model} was not listed within {self._plan.ready_timeout:g} s{reason}"
+                )
             if now - spoke > PROGRESS_S:
                 spoke = now
                 say(f"waiting for {self._plan.model}, {now - started:.0f} s{reason}")
@@ -315,7 +331,10 @@ async def _run_detached(command: Command, *arguments: str) -> None:
 
 
 async def _copy(
-    label: str, stream: asyncio.StreamReader, target: BinaryIO, listener: Callable[[bytes], None] | None = None
+    label: str,
+    stream: asyncio.StreamReader,
+    target: BinaryIO,
+    listener: Callable[[bytes], None] | None = None,
 ) -> None:
     """Copies a process's output to `target`, each line behind its label, and hands each to `listener`."""
     prefix = f"[{label}] ".encode()
@@ -375,7 +394,9 @@ def _require_free_port(url: str) -> None:
         try:
             probe.bind(("", port or 80))
         except OSError as error:
-            raise LaunchError(f"port {port} cannot be used ({error.strerror}); set DYN_HTTP_PORT to another one") from error
+            raise LaunchError(
+                f"port {port} cannot be used ({error.strerror}); set DYN_HTTP_PORT to another one"
+            ) from error
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

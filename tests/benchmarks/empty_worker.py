@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The floor of `worker_cost.py`: a worker on Dynamo's runtime whose handler pushes ready-made tokens and does nothing else.
+"""The floor of `worker_cost.py`: a worker on Dynamo's runtime whose handler
+pushes ready-made tokens and does nothing else.
 
 usage: empty_worker.py MODEL_DIRECTORY NAME
 """
@@ -51,7 +52,9 @@ async def main(directory: str, name: str) -> None:
     )
     endpoint = runtime.endpoint("dyn://dynamo.tensorrt_llm.generate")
     kinds = ModelType.Chat | ModelType.Completions
-    await register_model(ModelInput.Tokens, kinds, endpoint, directory, name, worker_type=WorkerType.Aggregated)
+    await register_model(
+        ModelInput.Tokens, kinds, endpoint, directory, name, worker_type=WorkerType.Aggregated
+    )
     await endpoint.serve_endpoint(handler)
 
 

@@ -1,7 +1,8 @@
-"""What the benchmarks share: medians with their spread, bars that pass or fail, and how both are printed, stored and drawn.
+"""What the benchmarks share: medians with their spread, bars that pass or fail,
+and how both are printed, stored and drawn.
 
-Rounds of a benchmark alternate between what it compares, so a ratio is taken inside each round: a busy spell of the machine then
-falls on both sides of it.
+Rounds of a benchmark alternate between what it compares, so a ratio is taken inside each round:
+a busy spell of the machine then falls on both sides of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -90,14 +98,22 @@ def new_console() -> Console:
 
 def add_common_options(parser: ArgumentParser) -> None:
     """Options of every benchmark that reports through `finish`."""
-    parser.add_argument("--out", type=Path, default=Path("benchmarks-out"), help="folder of the JSON file and the picture")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks-out"), help="folder of the JSON file and the picture"
+    )
     parser.add_argument("--no-bars", action="store_true", help="exit with 0 also when a bar fails")
 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Progress]:
     """A progress display with counts and elapsed time."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as shown:
         yield shown
 
@@ -120,7 +136,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def finish(console: Console, out: Path, name: str, results: Mapping[str, Any], bars: Sequence[Bar], *, no_bars: bool) -> int:
+def finish(
+    console: Console, out: Path, name: str, results: Mapping[str, Any], bars: Sequence[Bar], *, no_bars: bool
+) -> int:
     """Print the bars and write `NAME.json`. Returns the exit status: 1 when a bar failed and bars count."""
     for bar in bars:
         console.print(bar.line(), highlight=False)
@@ -132,7 +150,10 @@ def finish(console: Console, out: Path, name: str, results: Mapping[str, Any], b
         "bars": [{**asdict(bar), "held": bar.held} for bar in bars],
     }
     (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    console.print(f"written: {out / name}.json, {out / name}.png; load of the machine {machine()['load']}", highlight=False)
+    console.print(
+        f"written: {out / name}.json, {out / name}.png; load of the machine {machine()['load']}",
+        highlight=False,
+    )
     return 0 if no_bars or all(bar.held for bar in bars) else 1
 
 
@@ -143,7 +164,9 @@ def new_figure(panels: int, title: str) -> tuple[Figure, list[Axes]]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, grid = pyplot.subplots(1, panels, figsize=(5.6 * panels, 4.8), layout="constrained", squeeze=False)
+    figure, grid = pyplot.subplots(
+        1, panels, figsize=(5.6 * panels, 4.8), layout="constrained", squeeze=False
+    )
     figure.suptitle(title, fontsize=13, fontweight="bold")
     for axes in grid[0]:
         axes.spines[["top", "right"]].set_visible(False)
@@ -163,18 +186,22 @@ def draw_bars(
     notes: Sequence[str] = (),
     label: str | None = None,
 ) -> None:
-    """Medians as bars with quartiles as whiskers, each with its value and a note; call `fit` when all are drawn."""
+    """Medians as bars with quartiles as whiskers, each with its value and a note;
+    call `fit` when all are drawn."""
     medians = [value.median for value in values]
     errors = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
     whiskers = {"ecolor": "#404040", "elinewidth": 1.0, "capsize": 3.0}
     axes.bar(at, medians, width, color=list(colours), yerr=errors, error_kw=whiskers, label=label)
     for number, (place, value) in enumerate(zip(at, values, strict=True)):
         text = f"{value.median:,.{digits}f}" + (f"\n{notes[number]}" if notes and notes[number] else "")
-        axes.annotate(text, (place, value.median), (0, 0), textcoords="offset points", ha="center", gid=f"{value.high}")
+        axes.annotate(
+            text, (place, value.median), (0, 0), textcoords="offset points", ha="center", gid=f"{value.high}"
+        )
 
 
 def fit(axes: Axes, top: float) -> None:
-    """Scale to `top` with some air, and put each bar's text at its foot, or above its whisker where the bar is too low."""
+    """Scale to `top` with some air, and put each bar's text at its foot,
+    or above its whisker where the bar is too low."""
     axes.set_ylim(0, top * 1.15)
     for text in axes.texts:
         if text.get_gid() is None:
@@ -189,7 +216,14 @@ def draw_limit(axes: Axes, height: float, left: float, right: float, text: str) 
     """A dashed line at `height` that says what it stands for, at its left end."""
     axes.hlines(height, left, right, colors=COLOURS["limit"], linestyles="dashed", linewidth=1.2)
     axes.annotate(
-        text, (left, height), (0, 3), textcoords="offset points", ha="left", va="bottom", fontsize=8, color=COLOURS["limit"]
+        text,
+        (left, height),
+        (0, 3),
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=8,
+        color=COLOURS["limit"],
     )
 
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Serving with the portable engine: how fast it is, what a picture costs, and what each topology adds.
 
-usage: serving.py [--model-path DIR] [--rounds N ...]   tokens per second beside Transformers' generate, cost of a repeated image
-       serving.py --topologies [...]                    TTFT and ITL of agg, disagg, disagg_e_pd and epd_disagg
+usage: serving.py [--model-path DIR] [--rounds N ...]   tokens per second beside Transformers' generate,
+                                                        and what an image costs that was sent before
+       serving.py --topologies [...]                    TTFT and ITL of agg, disagg, disagg_e_pd, epd_disagg
 
-Everything that is compared runs in one command, in rounds that alternate between the sides; bars are held against the median of
-the rounds' ratios. Prints a table, writes JSON and a picture (`serving.*` or `topologies.*`), exits with 1 when a bar fails.
+Everything that is compared runs in one command, in rounds that alternate between the sides; bars are held
+against the median of the rounds' ratios. Prints a table, writes JSON and a picture (`serving.*` or
+`topologies.*`), exits with 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -41,19 +43,26 @@ BASE = "agg"
 HELD_TO_BASE = {"disagg": "EP/D", "epd_disagg": "E/P/D"}
 MEDIA_STAGES = {"decode": "fetch + decode", "encode": "fetch + decode + encode"}
 MEDIA_BARS = (("decode", "file"), ("encode", "http"))
-"""Without the vision tower, the download and base64 outweigh the rest and cannot be saved: a URL may lead elsewhere next time."""
+"""Without the vision tower, the download and base64 outweigh the rest and cannot be saved:
+a URL may lead elsewhere next time."""
 
 Rounds = Sequence[Mapping[str, Any]]
 
 
 def run_child(script: str, arguments: Sequence[str], advance: Callable[[], None]) -> list[dict[str, Any]]:
-    """Run a measuring script with one thread for torch, and collect the JSON objects that it prints, one a line."""
+    """Run a measuring script with one thread for torch,
+    and collect the JSON objects that it prints, one a line."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
     found = []
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, preexec_fn=die_with_parent
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            preexec_fn=die_with_parent,
         )
         assert process.stdout is not None
         with process:
@@ -62,7 +71,9 @@ def run_child(script: str, arguments: Sequence[str], advance: Callable[[], None]
                 advance()
         if process.returncode:
             log.seek(0)
-            raise SystemExit(f"{script} ended with {process.returncode}:\n{log.read().decode(errors='replace')[-2000:]}")
+            raise SystemExit(
+                f"{script} ended with {process.returncode}:\n{log.read().decode(errors='replace')[-2000:]}"
+            )
     return found
 
 
@@ -86,7 +97,13 @@ def engine_table(rounds: Rounds, concurrency: int) -> Table:
         ("Transformers generate, one request", "generate", generate, None, ""),
         ("portable engine, one request", "one", one, generate, " of generate"),
         (f"portable engine, {concurrency} at once", "many", many, one, " of one request"),
-        (f"portable engine, {concurrency} at once, with a JSON schema", "guided", guided, many, " of those without"),
+        (
+            f"portable engine, {concurrency} at once, with a JSON schema",
+            "guided",
+            guided,
+            many,
+            " of those without",
+        ),
     )
     for title, key, rate, base, of in rows:
         ratio = "" if base is None else f"{report.show(report.ratios(rate, base))}{of}"
@@ -99,8 +116,15 @@ def engine_bars(rounds: Rounds, concurrency: int) -> list[report.Bar]:
     generate, one, many, guided = (column(rounds, "tokens_per_s", name) for name in ENGINE_SIDES)
     per_token = f"time per token with a JSON schema over that without, {concurrency} at once"
     return [
-        report.Bar("one request, tokens/s over generate's", report.ratios(one, generate), ONE_LIMIT, at_least=True),
-        report.Bar(f"{concurrency} at once, tokens/s over one request's", report.ratios(many, one), MANY_LIMIT, at_least=True),
+        report.Bar(
+            "one request, tokens/s over generate's", report.ratios(one, generate), ONE_LIMIT, at_least=True
+        ),
+        report.Bar(
+            f"{concurrency} at once, tokens/s over one request's",
+            report.ratios(many, one),
+            MANY_LIMIT,
+            at_least=True,
+        ),
         report.Bar(per_token, report.ratios(many, guided), GUIDED_LIMIT, at_least=False),
     ]
 
@@ -111,7 +135,9 @@ def media_table(rounds: Rounds) -> Table:
         table.add_column(name, justify="left" if name in ("steps", "sent as") else "right")
     for stage, title in MEDIA_STAGES.items():
         for source in rounds[0][stage]:
-            new, again = (column(rounds, stage, source, kind, "cpu", scale=1e3) for kind in ("new", "repeated"))
+            new, again = (
+                column(rounds, stage, source, kind, "cpu", scale=1e3) for kind in ("new", "repeated")
+            )
             cells = [
                 report.show(report.spread(new)),
                 report.show(report.spread(again)),
@@ -143,7 +169,10 @@ def plot_engine(path: Path, engine: Rounds, media: Rounds, concurrency: int) -> 
     colours = [report.COLOURS[name] for name in ("other", "ours", "second")]
     spreads = [report.spread(rate) for rate in rates]
     report.draw_bars(left, spreads, colours, at=range(3), digits=0, notes=notes)
-    left.set_xticks(range(3), ["Transformers\ngenerate", "portable engine\n1 request", f"portable engine\n{concurrency} at once"])
+    left.set_xticks(
+        range(3),
+        ["Transformers\ngenerate", "portable engine\n1 request", f"portable engine\n{concurrency} at once"],
+    )
     left.set(ylabel="output tokens per second", title="throughput, one picture per request")
     report.fit(left, max(s.high for s in spreads))
     plot_media(right, media)
@@ -158,19 +187,36 @@ def plot_media(axes: Any, rounds: Rounds) -> None:
         at = [number + shift for number in range(len(places))]
         axes.bar(at, [v.median for v in values], 0.38, color=report.COLOURS[colour], label=f"{kind} image")
         for x, value in zip(at, values, strict=True):
-            axes.annotate(f"{value.median:.1f}", (x, value.median), (0, 2), textcoords="offset points", ha="center", fontsize=9)
+            axes.annotate(
+                f"{value.median:.1f}",
+                (x, value.median),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
     for number, place in enumerate(places):
         new, again = (column(rounds, *place, kind, "cpu") for kind in ("new", "repeated"))
         label = f"{report.ratios(new, again).median:.1f}x"
         top = max(report.spread(column(rounds, *place, "new", "cpu", scale=1e3)).median, 1.0)
         axes.annotate(label, (number, top * 1.6), ha="center", fontsize=10, fontweight="bold")
     axes.set_yscale("log")
-    axes.set_ylim(0.1, 5 * max(report.spread(column(rounds, *place, "new", "cpu", scale=1e3)).median for place in places))
+    axes.set_ylim(
+        0.1,
+        5 * max(report.spread(column(rounds, *place, "new", "cpu", scale=1e3)).median for place in places),
+    )
     axes.set_xticks(range(len(places)), [source for _, source in places])
     middle = (len(places) // 2 - 1) / 2
     for number, title in enumerate(MEDIA_STAGES.values()):
         x = middle + number * len(places) / 2
-        axes.annotate(title, (x, 0), (0, -28), xycoords=("data", "axes fraction"), textcoords="offset points", ha="center")
+        axes.annotate(
+            title,
+            (x, 0),
+            (0, -28),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+        )
     axes.set(ylabel="ms of worker CPU (log scale)", title="loading a 1024 x 768 JPEG, by URL scheme")
     axes.legend(loc="upper left", frameon=False, fontsize=9)
 
@@ -187,10 +233,14 @@ def run_engine(options: argparse.Namespace, console: Console) -> int:
         media = run_child("serving_media.py", [*model, *count], lambda: shown.advance(other))
     console.print(engine_table(engine, options.concurrency), media_table(media))
     same = sum(bool(each["same_tokens"]) for each in engine)
-    console.print(f"same tokens from generate, alone and among {options.concurrency}: {same} of {len(engine)} rounds")
+    console.print(
+        f"same tokens from generate, alone and among {options.concurrency}: {same} of {len(engine)} rounds"
+    )
     bars = [*engine_bars(engine, options.concurrency), *media_bars(media)]
     plot_engine(options.out / "serving.png", engine, media, options.concurrency)
-    return report.finish(console, options.out, "serving", {"engine": engine, "media": media}, bars, no_bars=options.no_bars)
+    return report.finish(
+        console, options.out, "serving", {"engine": engine, "media": media}, bars, no_bars=options.no_bars
+    )
 
 
 def milliseconds(latencies: serving_topologies.Latencies, name: str, kind: str, field: str) -> list[float]:
@@ -198,15 +248,28 @@ def milliseconds(latencies: serving_topologies.Latencies, name: str, kind: str, 
 
 
 def topology_table(found: serving_topologies.Latencies) -> Table:
-    table = Table(title="one streamed request with one picture, ms: median (quartiles); ratio to agg in the same round")
-    for name in ("topology", "TTFT, new picture", "ratio", "TTFT, repeated", "ratio", "ITL, new picture", "ITL, repeated"):
+    table = Table(
+        title="one streamed request with one picture, ms: median (quartiles); ratio to agg in the same round"
+    )
+    for name in (
+        "topology",
+        "TTFT, new picture",
+        "ratio",
+        "TTFT, repeated",
+        "ratio",
+        "ITL, new picture",
+        "ITL, repeated",
+    ):
         table.add_column(name, justify="left" if name == "topology" else "right")
     for name in found:
         cells = []
         for kind in serving_topologies.KINDS:
             ttft = milliseconds(found, name, kind, "ttft_s")
             cells += [report.show(report.spread(ttft), 1), f"{ratio_to_base(found, name, kind).median:.2f}"]
-        itl = [report.show(report.spread(milliseconds(found, name, kind, "itl_s")), 2) for kind in serving_topologies.KINDS]
+        itl = [
+            report.show(report.spread(milliseconds(found, name, kind, "itl_s")), 2)
+            for kind in serving_topologies.KINDS
+        ]
         table.add_row(name, *cells, *itl)
     return table
 
@@ -226,16 +289,23 @@ def plot_topologies(path: Path, found: serving_topologies.Latencies) -> None:
         highs = []
         for shift, kind, colour in ((-0.2, "new", "ours"), (0.2, "repeated", "second")):
             values = [report.spread(milliseconds(found, name, kind, field)) for name in names]
-            notes = [f"{ratio_to_base(found, name, kind).median:.2f}x" if field == "ttft_s" else "" for name in names]
+            notes = [
+                f"{ratio_to_base(found, name, kind).median:.2f}x" if field == "ttft_s" else ""
+                for name in names
+            ]
             at = [number + shift for number in range(len(names))]
             colours = [report.COLOURS[colour]] * len(names)
-            report.draw_bars(axes, values, colours, at=at, width=0.38, digits=digits, notes=notes, label=f"{kind} picture")
+            report.draw_bars(
+                axes, values, colours, at=at, width=0.38, digits=digits, notes=notes, label=f"{kind} picture"
+            )
             highs += [value.high for value in values]
         axes.set_xticks(range(len(names)), names)
         axes.set(ylabel="milliseconds (median, quartiles)", title=title)
         if field == "ttft_s":
             limit = TTFT_LIMIT * report.spread(milliseconds(found, BASE, "new", field)).median
-            report.draw_limit(axes, limit, -0.5, len(names) - 0.5, f"bar for a new picture: {TTFT_LIMIT} times agg")
+            report.draw_limit(
+                axes, limit, -0.5, len(names) - 0.5, f"bar for a new picture: {TTFT_LIMIT} times agg"
+            )
             highs.append(limit)
         report.fit(axes, max(highs))
         axes.legend(loc="upper left", frameon=False, fontsize=9, ncols=2)
@@ -247,7 +317,10 @@ def run_topologies(options: argparse.Namespace, console: Console) -> int:
     rounds, tokens = options.rounds, options.tokens or 32
     with ExitStack() as stack:
         urls = serving_topologies.start(
-            stack, options.model_path, options.only, lambda name: console.print(f"starting: {name}", highlight=False)
+            stack,
+            options.model_path,
+            options.only,
+            lambda name: console.print(f"starting: {name}", highlight=False),
         )
         with report.progress(console) as shown:
             task = shown.add_task("measuring", total=serving_topologies.steps(rounds, options.only))
@@ -258,22 +331,38 @@ def run_topologies(options: argparse.Namespace, console: Console) -> int:
             found = asyncio.run(serving_topologies.measure(urls, DEMO_NAME, rounds, tokens, advance))
     console.print(topology_table(found))
     bars = [
-        report.Bar(f"TTFT of {title}, new picture, over agg's", ratio_to_base(found, name, "new"), TTFT_LIMIT, at_least=False)
+        report.Bar(
+            f"TTFT of {title}, new picture, over agg's",
+            ratio_to_base(found, name, "new"),
+            TTFT_LIMIT,
+            at_least=False,
+        )
         for name, title in HELD_TO_BASE.items()
         if name in found
     ]
     plot_topologies(options.out / "topologies.png", found)
-    rows = {name: {kind: [asdict(latency) for latency in found[name][kind]] for kind in found[name]} for name in found}
+    rows = {
+        name: {kind: [asdict(latency) for latency in found[name][kind]] for kind in found[name]}
+        for name in found
+    }
     return report.finish(console, options.out, "topologies", {"rounds": rows}, bars, no_bars=options.no_bars)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topologies", action="store_true", help="measure the topologies instead of the engine")
-    parser.add_argument("--only", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES), help="these topologies")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--topologies", action="store_true", help="measure the topologies instead of the engine"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES), help="these topologies"
+    )
     parser.add_argument("--model-path", default="demo", help="a directory, or the word `demo`")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, help="tokens of an answer, at least 2; 256, with --topologies 32")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens of an answer, at least 2; 256, with --topologies 32"
+    )
     parser.add_argument("--concurrency", type=int, default=16, help="requests at once")
     report.add_common_options(parser)
     options = parser.parse_args()

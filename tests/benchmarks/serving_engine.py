@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Tokens per second of the portable engine beside Transformers' `generate`; run by `serving.py` in a process of its own.
+"""Tokens per second of the portable engine beside Transformers' `generate`;
+run by `serving.py` in a process of its own.
 
-One thread each. A round is, in alternating order: one request through `generate`, the same request through the engine, and
-several at once through the engine, free and with a JSON schema to follow. Each request is a picture and a question of its own,
-from decoded picture to the last token. Prints a JSON object per round.
+One thread each. A round is, in alternating order: one request through `generate`, the same request through
+the engine, and several at once through the engine, free and with a JSON schema to follow. Each request is a
+picture and a question of its own, from decoded picture to the last token. Prints a JSON object per round.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from dynamo.trtllm.multimodal_processor import expand  # noqa: E402
 
 SIDES = ("generate", "one", "many", "guided")
 QUESTION = "Describe the picture."
-GRAMMAR = GuidedDecoding(json={"type": "array", "items": {"type": "string", "minLength": 8000}, "minItems": 1})
+GRAMMAR = GuidedDecoding(
+    json={"type": "array", "items": {"type": "string", "minLength": 8000}, "minItems": 1}
+)
 """Longer than any answer here, so that a guided one has as many tokens as a free one."""
 PICTURE_SIZE = (224, 224)
 
@@ -50,10 +53,14 @@ class Reference:
     def __init__(self, directory: str) -> None:
         auto: Any = transformers
         self.processor: Any = auto.AutoProcessor.from_pretrained(directory)
-        self._model: Any = auto.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model: Any = auto.AutoModelForImageTextToText.from_pretrained(
+            directory, dtype=torch.float32
+        ).eval()
         self._model.generation_config.eos_token_id = None  # as `ignore_eos`
         messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
-        self.text: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        self.text: str = self.processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
 
     def run(self, image: DecodedImage, tokens: int) -> list[int]:
         """The greedy continuation, `tokens` ids."""
@@ -85,8 +92,11 @@ class Portable:
         return list(await asyncio.gather(*(self.run(image, tokens, guided) for image in images)))
 
 
-async def run_round(number: int, reference: Reference, portable: Portable, tokens: int, concurrency: int) -> dict[str, Any]:
-    """Wall and CPU time of the four, and whether `generate`, the engine and the engine under load gave the same tokens."""
+async def run_round(
+    number: int, reference: Reference, portable: Portable, tokens: int, concurrency: int
+) -> dict[str, Any]:
+    """Wall and CPU time of the four, and whether `generate`,
+    the engine and the engine under load gave the same tokens."""
     images = [picture(number * concurrency + at) for at in range(concurrency)]
     seconds: dict[str, float] = {}
     cpu: dict[str, float] = {}
@@ -102,7 +112,9 @@ async def run_round(number: int, reference: Reference, portable: Portable, token
             outputs[name] = (await portable.run_many(images, tokens, guided))[0]
         seconds[name], cpu[name] = time.perf_counter() - start, time.process_time() - start_cpu
     if any(len(output) != tokens for output in outputs.values()):
-        raise RuntimeError(f"not {tokens} tokens: { {name: len(output) for name, output in outputs.items()} }")
+        raise RuntimeError(
+            f"not {tokens} tokens: { {name: len(output) for name, output in outputs.items()} }"
+        )
     same = outputs["generate"] == outputs["one"] == outputs["many"]
     counts = {"generate": tokens, "one": tokens, "many": tokens * concurrency, "guided": tokens * concurrency}
     return {
@@ -115,23 +127,34 @@ async def run_round(number: int, reference: Reference, portable: Portable, token
 async def main(options: argparse.Namespace) -> None:
     directory = await resolve_model(options.model_path)
     config = EngineConfig(
-        kind=EngineKind.TRANSFORMERS, model_path=directory, modality=Modality.MULTIMODAL, device="cpu", torch_threads=1
+        kind=EngineKind.TRANSFORMERS,
+        model_path=directory,
+        modality=Modality.MULTIMODAL,
+        device="cpu",
+        torch_threads=1,
     )
     engine = TransformersEngine(config)
     info = await engine.start()
     try:
         reference = Reference(directory)
         assert info.placeholder_id("image") is not None
-        portable = Portable(engine, info.placeholder_id("image"), reference.processor.tokenizer(reference.text)["input_ids"])
+        portable = Portable(
+            engine, info.placeholder_id("image"), reference.processor.tokenizer(reference.text)["input_ids"]
+        )
         await run_round(0, reference, portable, min(options.tokens, 32), options.concurrency)
         for number in range(1, options.rounds + 1):
-            print(json.dumps(await run_round(number, reference, portable, options.tokens, options.concurrency)), flush=True)
+            print(
+                json.dumps(await run_round(number, reference, portable, options.tokens, options.concurrency)),
+                flush=True,
+            )
     finally:
         await engine.close()
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """What a new and a repeated image cost before generation; run by `serving.py` in a process of its own.
 
-Calls `MediaLoader.load`, as the aggregated and the encode worker do, with a photograph-like JPEG by http, data and file URL:
-first one that was never seen, then the same again. Once over the double, which encodes in no time, so that fetching, hashing,
-decoding and the cache are left; once over the portable engine, whose vision tower then counts, too. Every round takes other
-images. Prints a JSON object per round: seconds of CPU of the process and of those that decode for it, and of the clock.
+Calls `MediaLoader.load`, as the aggregated and the encode worker do, with a photograph-like JPEG by http,
+data and file URL: first one that was never seen, then the same again. Once over the double, which encodes in
+no time, so that fetching, hashing, decoding and the cache are left; once over the portable engine, whose
+vision tower then counts, too. Every round takes other images. Prints a JSON object per round: seconds of CPU
+of the process and of those that decode for it, and of the clock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ WEB_SERVERS: set[int] = set()
 
 
 def photograph(seed: int, size: tuple[int, int] = SIZE) -> bytes:
-    """A JPEG of quality 85 with the texture of a photograph: smooth patches of several scales and some grain."""
+    """A JPEG of quality 85 with the texture of a photograph:
+    smooth patches of several scales and some grain."""
     rng = np.random.default_rng(seed)
     width, height = size
     canvas = np.full((height, width, 3), 128.0)
@@ -109,7 +111,8 @@ def url_of(source: str, image: Path, base: str) -> str:
 
 
 def children_cpu_s() -> float:
-    """Seconds of CPU that the process's descendants have used, from the kernel's scheduler (proc(5), `schedstat`)."""
+    """Seconds of CPU that the process's descendants have used,
+    from the kernel's scheduler (proc(5), `schedstat`)."""
     own = str(os.getpid())
     seconds, pending = 0.0, [own]
     while pending:
@@ -130,8 +133,11 @@ async def timed_load(loader: MediaLoader, url: str) -> tuple[float, float]:
     return time.process_time() + children_cpu_s() - cpu, time.perf_counter() - wall
 
 
-async def run_round(loaders: Mapping[str, MediaLoader], number: int, directory: Path, base: str) -> dict[str, Any]:
-    """New and repeated image by every kind of URL and over both engines; `repeated` is the mean of three loads."""
+async def run_round(
+    loaders: Mapping[str, MediaLoader], number: int, directory: Path, base: str
+) -> dict[str, Any]:
+    """New and repeated image by every kind of URL and over both engines;
+    `repeated` is the mean of three loads."""
     result: dict[str, Any] = {}
     for at, (source, (name, loader)) in enumerate(itertools.product(SOURCES, loaders.items())):
         image = directory / f"{number}-{at}.jpeg"
@@ -149,7 +155,11 @@ async def run_round(loaders: Mapping[str, MediaLoader], number: int, directory: 
 async def main(model_path: str, rounds: int) -> None:
     directory = await resolve_model(model_path)
     portable = EngineConfig(
-        kind=EngineKind.TRANSFORMERS, model_path=directory, modality=Modality.MULTIMODAL, device="cpu", torch_threads=1
+        kind=EngineKind.TRANSFORMERS,
+        model_path=directory,
+        modality=Modality.MULTIMODAL,
+        device="cpu",
+        torch_threads=1,
     )
     double = EngineConfig(kind=EngineKind.DOUBLE, double_script={"placeholder_ids": {"image": 5}})
     async with AsyncExitStack() as stack:
@@ -168,7 +178,9 @@ async def main(model_path: str, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--rounds", type=int, required=True)
     options = parser.parse_args()

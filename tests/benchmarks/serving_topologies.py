@@ -1,7 +1,9 @@
-"""Time to first token and inter-token latency of every topology through Dynamo's frontend; `serving.py --topologies` runs it.
+"""Time to first token and inter-token latency of every topology through Dynamo's frontend;
+`serving.py --topologies` runs it.
 
-All deployments run at the same time and are asked in turn, one streamed request at a time with one picture: in each round a
-picture that none of them has seen, and one that each has seen before. Pictures travel as data URLs: no media server takes part.
+All deployments run at the same time and are asked in turn, one streamed request at a time with one picture:
+in each round a picture that none of them has seen, and one that each has seen before. Pictures travel as data
+URLs: no media server takes part.
 """
 
 from __future__ import annotations
@@ -41,8 +43,11 @@ Latencies = dict[str, dict[str, list[Latency]]]
 """By topology, then by kind of picture."""
 
 
-def start(stack: ExitStack, model_path: str, names: Sequence[str], starting: Callable[[str], None]) -> dict[str, str]:
-    """Start the topologies `names`, ended with `stack`; returns their frontends' URLs. `starting` is told what is started."""
+def start(
+    stack: ExitStack, model_path: str, names: Sequence[str], starting: Callable[[str], None]
+) -> dict[str, str]:
+    """Start the topologies `names`, ended with `stack`; returns their frontends' URLs.
+    `starting` is told what is started."""
     urls = {}
     for name in names:
         starting(name)
@@ -97,9 +102,15 @@ async def ask(session: aiohttp.ClientSession, url: str, model: str, picture: str
 
 
 async def measure(
-    urls: Mapping[str, str], model: str, rounds: int, tokens: int, advance: Callable[[str], None], warmup: int = 3
+    urls: Mapping[str, str],
+    model: str,
+    rounds: int,
+    tokens: int,
+    advance: Callable[[str], None],
+    warmup: int = 3,
 ) -> Latencies:
-    """All rounds over all topologies; the order turns with each round. Raises when two topologies answer differently."""
+    """All rounds over all topologies; the order turns with each round.
+    Raises when two topologies answer differently."""
     found: Latencies = {name: {kind: [] for kind in KINDS} for name in urls}
     names = list(urls)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:

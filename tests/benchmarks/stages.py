@@ -3,12 +3,12 @@
 
 usage: stages.py [--requests N] [--tokens N] [--model-path DIR]
 
-Starts a frontend, an encode, a prefill and a decode worker (portable engine), and asks one streamed request at a
-time, each with a picture that is new. All four metrics pages are read before and after each request, so what the
-sum of a histogram grew by is the duration of that request's stage. The bar: the stages on the way to the first
-token account for at least 95 % of the time to first token that the client saw, and for no more than all of it.
-What passes between two processes is what the one waited less what the other one took. Prints a table, writes
-`stages.json` and `stages.png`, and exits with 1 when a bar fails.
+Starts a frontend, an encode, a prefill and a decode worker (portable engine), and asks one streamed request
+at a time, each with a picture that is new. All four metrics pages are read before and after each request, so
+what the sum of a histogram grew by is the duration of that request's stage. The bar: the stages on the way to
+the first token account for at least 95 % of the time to first token that the client saw, and for no more than
+all of it. What passes between two processes is what the one waited less what the other one took. Prints a
+table, writes `stages.json` and `stages.png`, and exits with 1 when a bar fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every benchmark runs with tiny sizes and leaves a table, a JSON file and a picture; how fast anything was is not asserted."""
+"""Every benchmark runs with tiny sizes and leaves a table, a JSON file and a picture;
+how fast anything was is not asserted."""
 
 from __future__ import annotations
 
@@ -49,11 +50,15 @@ def assert_positive(tree: Any) -> None:
     assert all(math.isfinite(number) and number > 0 for number in found)
 
 
-def test_serving_compares_the_engine_with_generate_and_a_new_image_with_a_repeated_one(tmp_path: Path) -> None:
+def test_serving_compares_the_engine_with_generate_and_a_new_image_with_a_repeated_one(
+    tmp_path: Path,
+) -> None:
     printed, stored = run("serving.py", tmp_path, "--rounds", "2", "--tokens", "8", "--concurrency", "3")
     assert "Transformers generate, one request" in printed
     assert "same tokens from generate, alone and among 3: 2 of 2 rounds" in printed
-    assert [set(each["tokens_per_s"]) for each in stored["engine"]] == [{"generate", "one", "many", "guided"}] * 2
+    assert [set(each["tokens_per_s"]) for each in stored["engine"]] == [
+        {"generate", "one", "many", "guided"}
+    ] * 2
     assert [set(each) for each in stored["media"]] == [{"decode", "encode"}] * 2
     assert_positive([each["tokens_per_s"] for each in stored["engine"]])
     assert_positive(stored["media"])
@@ -68,7 +73,9 @@ def test_serving_measures_first_token_and_gaps_of_each_topology(tmp_path: Path) 
     for topology in stored["rounds"].values():
         assert {kind: len(latencies) for kind, latencies in topology.items()} == {"new": 1, "repeated": 1}
         assert_positive(topology)
-    assert [(bar["name"], bar["limit"]) for bar in stored["bars"]] == [("TTFT of EP/D, new picture, over agg's", 1.5)]
+    assert [(bar["name"], bar["limit"]) for bar in stored["bars"]] == [
+        ("TTFT of EP/D, new picture, over agg's", 1.5)
+    ]
 
 
 def test_stages_shows_where_the_time_to_first_token_goes(tmp_path: Path) -> None:
@@ -78,7 +85,9 @@ def test_stages_shows_where_the_time_to_first_token_goes(tmp_path: Path) -> None
     print(share[0])
     assert len(stored["rounds"]) == 3
     for each in stored["rounds"]:
-        assert_positive({name: value for name, value in each["stages_s"].items() if not name.startswith("between")})
+        assert_positive(
+            {name: value for name, value in each["stages_s"].items() if not name.startswith("between")}
+        )
         assert_positive(each["beside_s"])
         inside = sum(value for name, value in each["stages_s"].items() if not name.startswith("between"))
         assert 0 < inside < each["ttft_s"]
@@ -93,11 +102,19 @@ def test_worker_cost_puts_any_worker_beside_the_empty_handler(tmp_path: Path) ->
     printed, stored = run("worker_cost.py", tmp_path, *sizes, extra)
     assert "us per token" in printed
     assert list(stored["rounds"]) == ["empty push handler", "this project, double", "again"]
-    assert_positive([[cost["request_us"], cost["tokens_per_s"]] for rounds in stored["rounds"].values() for cost in rounds])
+    assert_positive(
+        [
+            [cost["request_us"], cost["tokens_per_s"]]
+            for rounds in stored["rounds"].values()
+            for cost in rounds
+        ]
+    )
     assert [bar["limit"] for bar in stored["bars"]] == [1.5]
 
 
-@pytest.mark.parametrize(("median", "at_least", "held"), [(1.4, False, True), (1.6, False, False), (1.6, True, True)])
+@pytest.mark.parametrize(
+    ("median", "at_least", "held"), [(1.4, False, True), (1.6, False, False), (1.6, True, True)]
+)
 def test_a_bar_holds_on_its_side_of_the_limit(median: float, at_least: bool, held: bool) -> None:
     bar = report.Bar("ratio", report.Spread(median, 0.1, 9.9, 5), 1.5, at_least)
     assert bar.held is held
@@ -105,11 +122,20 @@ def test_a_bar_holds_on_its_side_of_the_limit(median: float, at_least: bool, hel
 
 
 @pytest.mark.parametrize(("no_bars", "status"), [(False, 1), (True, 0)])
-def test_a_failed_bar_is_the_exit_status_unless_bars_do_not_count(tmp_path: Path, no_bars: bool, status: int) -> None:
+def test_a_failed_bar_is_the_exit_status_unless_bars_do_not_count(
+    tmp_path: Path, no_bars: bool, status: int
+) -> None:
     bar = report.Bar("ratio", report.spread([2.0, 3.0]), 1.5, at_least=False)
-    assert report.finish(report.new_console(), tmp_path, "name", {"rounds": [1]}, [bar], no_bars=no_bars) == status
+    assert (
+        report.finish(report.new_console(), tmp_path, "name", {"rounds": [1]}, [bar], no_bars=no_bars)
+        == status
+    )
     stored = json.loads((tmp_path / "name.json").read_text())
-    assert (stored["rounds"], stored["bars"][0]["held"], stored["bars"][0]["ratio"]["median"]) == ([1], False, 2.5)
+    assert (stored["rounds"], stored["bars"][0]["held"], stored["bars"][0]["ratio"]["median"]) == (
+        [1],
+        False,
+        2.5,
+    )
 
 
 def test_ratios_are_taken_round_by_round() -> None:

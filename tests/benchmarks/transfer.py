@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Time of handing one embedding tensor from one process to another, for sizes from 0.1 to 64 MB.
 
-Compares our transfer over NIXL with Dynamo's own `NixlRead` and `NixlWrite` pairs and with the floor: one READ into memory that
-was registered beforehand on both sides, metadata exchanged once, no progress thread. Each method runs in two fresh
-processes that talk over the same kind of pipe; a hand-over is: sender prepares, descriptor over the pipe, reader has the
-tensor, reader's word over the pipe. Before each one all methods rest alike. Rounds alternate between the methods, so that
-a busy spell of the machine does not fall on one of them. Prints a table and the two bars at 4.7 MB, draws `transfer.png`,
-and exits with 1 when a bar is missed.
+Compares our transfer over NIXL with Dynamo's own `NixlRead` and `NixlWrite` pairs and with the floor: one
+READ into memory that was registered beforehand on both sides, metadata exchanged once, no progress thread.
+Each method runs in two fresh processes that talk over the same kind of pipe; a hand-over is: sender prepares,
+descriptor over the pipe, reader has the tensor, reader's word over the pipe. Before each one all methods rest
+alike. Rounds alternate between the methods, so that a busy spell of the machine does not fall on one of them.
+Prints a table and the two bars at 4.7 MB, draws `transfer.png`, and exits with 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ PEERS = ("read", "write")
 WARMUP = 5
 STEP_TIMEOUT_S = 30.0
 PAUSE_S = 0.003
-"""Rest before each hand-over, the same for all: some methods end a hand-over after the reader's word, outside of its time, and
-one that starts again without any rest finds its memory in the CPU's cache.
+"""Rest before each hand-over, the same for all: some methods end a hand-over after the reader's word,
+outside of its time, and one that starts again without any rest finds its memory in the CPU's cache.
 """
 
 Times = dict[tuple[str, int], list[float]]
@@ -104,7 +104,9 @@ async def ours_reader(channel: Channel, device: str, through_host: bool = False)
     transfer = await started(through_host)
     while (message := await channel.receive()) is not None:
         descriptor = TransferDescriptor.model_validate_json(message)
-        async with await transfer.fetch(descriptor, 10.0, device=device if through_host else None) as received:
+        async with await transfer.fetch(
+            descriptor, 10.0, device=device if through_host else None
+        ) as received:
             channel.send(probe(received.tensors["features"]))
     await transfer.close()
 
@@ -232,7 +234,9 @@ async def serve(method: str, pipe: Connection, device: str) -> None:
     await READERS[method](Channel(pipe), device)
 
 
-def child(method: str, pipe: Connection, results: Connection | None, rows: Sequence[int], count: int, device: str) -> None:
+def child(
+    method: str, pipe: Connection, results: Connection | None, rows: Sequence[int], count: int, device: str
+) -> None:
     """A process of one method. Its own noise goes nowhere: a failure shows as a closed pipe."""
     if device == "cpu":
         _keep_to_one_cpu(0 if results is None else -1)
@@ -241,13 +245,17 @@ def child(method: str, pipe: Connection, results: Connection | None, rows: Seque
     os.dup2(quiet, 2)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    work = serve(method, pipe, device) if results is None else run_sender(method, pipe, results, rows, count, device)
+    work = (
+        serve(method, pipe, device)
+        if results is None
+        else run_sender(method, pipe, results, rows, count, device)
+    )
     asyncio.run(_to_the_end(work))
 
 
 def _keep_to_one_cpu(index: int) -> None:
-    """Where the scheduler puts the two processes, and whether it moves them, decides about a factor of two on memory copies;
-    so each has a CPU of its own, in every method.
+    """Where the scheduler puts the two processes, and whether it moves them, decides about a factor of two
+    on memory copies; so each has a CPU of its own, in every method.
     """
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) > 1:
@@ -255,15 +263,19 @@ def _keep_to_one_cpu(index: int) -> None:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Leave at once, whatever happens: Dynamo's receivers keep threads that outlive the loop and would hold the pipe open."""
+    """Leave at once, whatever happens: Dynamo's receivers keep threads
+    that outlive the loop and would hold the pipe open."""
     try:
         await work
     finally:
         os._exit(0)
 
 
-def measure(method: str, rows: Sequence[int], count: int, device: str, times: Times, done: Callable[[], None]) -> None:
-    """One round of a method. Where it fails at a size, the next sizes get new processes, and later rounds leave that one out."""
+def measure(
+    method: str, rows: Sequence[int], count: int, device: str, times: Times, done: Callable[[], None]
+) -> None:
+    """One round of a method. Where it fails at a size, the next sizes get new processes,
+    and later rounds leave that one out."""
     remaining = [size for size in rows if times.get((method, size)) != []]
     for _ in range(len(rows) - len(remaining)):
         done()
@@ -275,7 +287,9 @@ def measure(method: str, rows: Sequence[int], count: int, device: str, times: Ti
             done()
 
 
-def _run_pair(method: str, rows: Sequence[int], count: int, device: str, times: Times, done: Callable[[], None]) -> int:
+def _run_pair(
+    method: str, rows: Sequence[int], count: int, device: str, times: Times, done: Callable[[], None]
+) -> int:
     """Returns how many of the sizes were measured before a failure."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -313,14 +327,20 @@ def show(console: Console, methods: Sequence[str], rows: Sequence[int], times: T
         cells = []
         for method in methods:
             measured = sorted(times.get((method, size), []))
-            cells.append(f"{statistics.median(measured) * 1e3:.2f} ({measured[0] * 1e3:.2f})" if measured else "fails")
+            cells.append(
+                f"{statistics.median(measured) * 1e3:.2f} ({measured[0] * 1e3:.2f})" if measured else "fails"
+            )
         table.add_row(f"{nbytes(size) / 1e6:.2f}", *cells)
     console.print(table)
 
 
 def check_bars(console: Console, times: Times) -> bool:
     """Print the two bars at 4.7 MB; true when both hold."""
-    median = {method: statistics.median(values) for (method, rows), values in times.items() if rows == BAR_ROWS and values}
+    median = {
+        method: statistics.median(values)
+        for (method, rows), values in times.items()
+        if rows == BAR_ROWS and values
+    }
     peers = [median[method] for method in PEERS if method in median]
     bars = []
     if "ours" in median and peers:
@@ -341,13 +361,22 @@ def plot(path: Path, methods: Sequence[str], rows: Sequence[int], times: Times, 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for method in methods:
         points = [
-            (nbytes(size) / 1e6, statistics.median(times[method, size]) * 1e3) for size in rows if times.get((method, size))
+            (nbytes(size) / 1e6, statistics.median(times[method, size]) * 1e3)
+            for size in rows
+            if times.get((method, size))
         ]
         if points:
             axes.loglog(
-                *zip(*points, strict=True), marker="o", label=METHODS[method], linestyle="--" if method == "floor" else "-"
+                *zip(*points, strict=True),
+                marker="o",
+                label=METHODS[method],
+                linestyle="--" if method == "floor" else "-",
             )
-    axes.set(xlabel="tensor, MB", ylabel="hand-over, ms (median)", title=f"Embedding hand-over between two processes ({device})")
+    axes.set(
+        xlabel="tensor, MB",
+        ylabel="hand-over, ms (median)",
+        title=f"Embedding hand-over between two processes ({device})",
+    )
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -355,11 +384,15 @@ def plot(path: Path, methods: Sequence[str], rows: Sequence[int], times: Times, 
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks-out"), help="folder of the picture")
     parser.add_argument("--count", type=int, default=20, help="hand-overs per size and round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help=f"rows of {HIDDEN} bfloat16 numbers")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(ROWS), help=f"rows of {HIDDEN} bfloat16 numbers"
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=DEFAULT_METHODS)
     parser.add_argument("--device", default="cpu", help="where the tensors are: cpu or cuda:N")
     return parser.parse_args()
@@ -375,11 +408,20 @@ def main() -> int:
             order = options.methods if number % 2 == 0 else options.methods[::-1]
             for method in order:
                 task = progress.add_task(f"round {number + 1}: {METHODS[method]}", total=len(options.rows))
-                measure(method, options.rows, options.count, options.device, times, lambda task=task: progress.advance(task))  # type: ignore[misc]
+                measure(
+                    method,
+                    options.rows,
+                    options.count,
+                    options.device,
+                    times,
+                    lambda task=task: progress.advance(task),
+                )  # type: ignore[misc]
     show(console, options.methods, options.rows, times)
     held = check_bars(console, times)
     plot(options.out / "transfer.png", options.methods, options.rows, times, options.device)
-    console.print(f"picture: {options.out / 'transfer.png'}; CPUs: {os.cpu_count()}; load: {os.getloadavg()[0]:.1f}")
+    console.print(
+        f"picture: {options.out / 'transfer.png'}; CPUs: {os.cpu_count()}; load: {os.getloadavg()[0]:.1f}"
+    )
     return 0 if held else 1
 
 

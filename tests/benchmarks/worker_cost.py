@@ -3,11 +3,12 @@
 
 usage: worker_cost.py [--model-path DIR] [--rounds N ...] [LABEL=COMMAND ...]
 
-Each worker stands behind a frontend of its own; all run at once and are loaded in turn. A round loads a worker with long answers
-and then with answers of one token, and reads the CPU clock of its process before and after: the second load gives the cost of a
-request, the first, less that, the cost of a token. Compares this project's worker with `--engine double` to `empty_worker.py`;
-each LABEL=COMMAND (shell words; `{model}` and `{name}` are replaced) adds another worker that serves the same model by that name.
-Prints a table, writes `worker_cost.json` and `worker_cost.png`, and exits with 1 when ours costs more than 1.5 floors per token.
+Each worker stands behind a frontend of its own; all run at once and are loaded in turn. A round loads a
+worker with long answers and then with answers of one token, and reads the CPU clock of its process before and
+after: the second load gives the cost of a request, the first, less that, the cost of a token. Compares this
+project's worker with `--engine double` to `empty_worker.py`; each LABEL=COMMAND (shell words; `{model}` and
+`{name}` are replaced) adds another worker that serves the same model by that name. Prints a table, writes
+`worker_cost.json` and `worker_cost.png`, and exits with 1 when ours costs more than 1.5 floors per token.
 """
 
 from __future__ import annotations
@@ -60,13 +61,23 @@ class Subject:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a whole process, ended threads included, in nanosecond steps (Linux: clock_getcpuclockid(3))."""
+    """CPU time of a whole process, ended threads included, in nanosecond steps (Linux:
+    clock_getcpuclockid(3))."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def commands(options: argparse.Namespace, model: str) -> dict[str, list[str]]:
     """Every worker's command by its label; the floor comes first."""
-    double = ["-m", "dynamo.trtllm", "--engine", "double", "--model-path", model, "--served-model-name", options.name]
+    double = [
+        "-m",
+        "dynamo.trtllm",
+        "--engine",
+        "double",
+        "--model-path",
+        model,
+        "--served-model-name",
+        options.name,
+    ]
     found = {
         FLOOR: [sys.executable, str(Path(__file__).with_name("empty_worker.py")), model, options.name],
         OURS: [sys.executable, *double],
@@ -89,7 +100,9 @@ def start(stack: ExitStack, label: str, command: Sequence[str], name: str) -> Su
     return Subject(label, cluster.url, name, worker.pid)
 
 
-async def load(session: aiohttp.ClientSession, subject: Subject, requests: int, tokens: int, concurrency: int) -> int:
+async def load(
+    session: aiohttp.ClientSession, subject: Subject, requests: int, tokens: int, concurrency: int
+) -> int:
     """Ask `requests` times for `tokens` tokens, `concurrency` at a time. Returns how many tokens came."""
     body = {"model": subject.name, "prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
     slots = asyncio.Semaphore(concurrency)
@@ -104,7 +117,9 @@ async def load(session: aiohttp.ClientSession, subject: Subject, requests: int, 
     return sum(await asyncio.gather(*(one() for _ in range(requests))))
 
 
-async def measure(session: aiohttp.ClientSession, subject: Subject, requests: int, tokens: int, concurrency: int) -> Cost:
+async def measure(
+    session: aiohttp.ClientSession, subject: Subject, requests: int, tokens: int, concurrency: int
+) -> Cost:
     """One round of one worker."""
     many = requests * REQUESTS_OF_ONE_TOKEN
     start_cpu = cpu_seconds(subject.pid)
@@ -118,7 +133,9 @@ async def measure(session: aiohttp.ClientSession, subject: Subject, requests: in
     return Cost(per_token * 1e6, per_request * 1e6, came / wall)
 
 
-async def run_rounds(subjects: Sequence[Subject], options: argparse.Namespace, console: Console) -> dict[str, list[Cost]]:
+async def run_rounds(
+    subjects: Sequence[Subject], options: argparse.Namespace, console: Console
+) -> dict[str, list[Cost]]:
     costs: dict[str, list[Cost]] = {subject.label: [] for subject in subjects}
     with report.progress(console) as shown:
         task = shown.add_task("measuring", total=options.rounds * len(subjects))
@@ -128,7 +145,9 @@ async def run_rounds(subjects: Sequence[Subject], options: argparse.Namespace, c
             for number in range(options.rounds):
                 for subject in subjects if number % 2 == 0 else subjects[::-1]:
                     shown.update(task, description=f"round {number + 1}: {subject.label}")
-                    cost = await measure(session, subject, options.requests, options.tokens, options.concurrency)
+                    cost = await measure(
+                        session, subject, options.requests, options.tokens, options.concurrency
+                    )
                     costs[subject.label].append(cost)
                     shown.advance(task)
     return costs
@@ -168,22 +187,30 @@ def plot(path: Path, costs: Mapping[str, Sequence[Cost]]) -> None:
         (panels[1], "request_us", "per request, µs of CPU", 0),
     ):
         values = [spread_of(costs[label], field) for label in labels]
-        notes = ["" if label == FLOOR else f"{ratio_to_floor(costs, label, field).median:.2f}x" for label in labels]
+        notes = [
+            "" if label == FLOOR else f"{ratio_to_floor(costs, label, field).median:.2f}x" for label in labels
+        ]
         report.draw_bars(axes, values, colours, at=range(len(labels)), digits=digits, notes=notes)
         axes.set_xticks(range(len(labels)), [label.replace(", ", ",\n") for label in labels])
         axes.set_ylabel(unit)
         report.fit(axes, max(*(value.high for value in values), TOKEN_LIMIT * values[0].median))
     floor = spread_of(costs[FLOOR], "token_us").median
-    report.draw_limit(panels[0], TOKEN_LIMIT * floor, -0.5, len(labels) - 0.5, f"bar: {TOKEN_LIMIT} times the empty handler")
+    report.draw_limit(
+        panels[0], TOKEN_LIMIT * floor, -0.5, len(labels) - 0.5, f"bar: {TOKEN_LIMIT} times the empty handler"
+    )
     panels[0].set_title("per token")
     panels[1].set_title("per request")
     report.save(figure, path)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workers", nargs="*", metavar="LABEL=COMMAND", help="further workers to compare")
-    parser.add_argument("--model-path", default=DEMO_MODEL, help="a directory with tokenizer and chat template, or `demo`")
+    parser.add_argument(
+        "--model-path", default=DEMO_MODEL, help="a directory with tokenizer and chat template, or `demo`"
+    )
     parser.add_argument("--name", default="model", help="the name under which all workers serve")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=128, help="requests with long answers in a round")
@@ -202,7 +229,9 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     console = report.new_console()
-    model = str(DEMO_DIRECTORY) if options.model_path == DEMO_MODEL else str(Path(options.model_path).resolve())
+    model = (
+        str(DEMO_DIRECTORY) if options.model_path == DEMO_MODEL else str(Path(options.model_path).resolve())
+    )
     with ExitStack() as stack:
         subjects = []
         for label, command in commands(options, model).items():

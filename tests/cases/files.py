@@ -1,4 +1,5 @@
-"""Files that cases refer to by `file://`: the picture, its embeddings in each form, and embedding files that are none."""
+"""Files that cases refer to by `file://`: the picture, its embeddings in each form,
+and embedding files that are none."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Evil:
 
 
 def write_files(folder: Path) -> None:
-    """Fill `folder`. The embeddings are made by the demo model's own encoder, through the command that users have."""
+    """Fill `folder`. The embeddings are made by the demo model's own encoder,
+    through the command that users have."""
     (folder / "picture.png").write_bytes(png())
     made = folder / "picture.pt"
     words = ("-m", "dynamo.trtllm.embeddings", str(folder / "picture.png"), "-o", str(made))

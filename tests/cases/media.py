@@ -1,7 +1,7 @@
 """A media server on loopback that misbehaves in every way that public hosts do.
 
-A page is a `Page`; what it does beyond serving its body is told by its fields. All hits are counted, apart from the range
-requests by which Dynamo's frontend looks at a picture's first bytes.
+A page is a `Page`; what it does beyond serving its body is told by its fields. All hits are counted,
+apart from the range requests by which Dynamo's frontend looks at a picture's first bytes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def pages(url: str) -> dict[str, Page]:
         "/hang": Page(hang=True),
         "/drip": Page(png(), drip_s=0.5),
         "/closes": Page(close=True),
-        **{f"/status/{status}": Page(b"no", status=status) for status in (400, 401, 403, 404, 410, 429, 500, 502, 503)},
+        **{
+            f"/status/{status}": Page(b"no", status=status)
+            for status in (400, 401, 403, 404, 410, 429, 500, 502, 503)
+        },
         **{f"/good/{name.replace(' ', '-')}": Page(make()) for name, make in GOOD.items()},
         **{f"/bad/{name.replace(' ', '-')}": Page(make()) for name, make in BAD.items()},
     }
@@ -117,7 +120,10 @@ def _more_redirects(url: str) -> dict[str, Page]:
     }
     picture = Page(png())
     return {
-        **{path: Page(status=status, headers={"Location": location}) for path, (status, location) in locations.items()},
+        **{
+            path: Page(status=status, headers={"Location": location})
+            for path, (status, location) in locations.items()
+        },
         **dict.fromkeys(
             (
                 "/deep/down/beside.png", "/only-a-query?sig=%3A%2F&e=1", "/b%C3%A9.png", "/a%2540b.png",
@@ -133,7 +139,9 @@ def _more_redirects(url: str) -> dict[str, Page]:
         "/many-choices": Page(png(), status=300),
         "/created": Page(png(), status=201),
         "/no-content": Page(status=204),
-        "/redirect-with-a-body": Page(b"<html>moved</html>", status=301, headers={"Location": "/picture.png"}),
+        "/redirect-with-a-body": Page(
+            b"<html>moved</html>", status=301, headers={"Location": "/picture.png"}
+        ),
     }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Picture files as other writers than Pillow make them, byte by byte: valid ones that few readers are tried with, and ones whose
-coding is refused in words. Importing this adds them to `GOOD` and `BAD` of `pictures`.
+"""Picture files as other writers than Pillow make them, byte by byte: valid ones that few readers are tried
+with, and ones whose coding is refused in words. Importing this adds them to `GOOD` and `BAD` of `pictures`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def packed(values: Sequence[int], bits: int) -> bytes:
 
 
 def png_of(
-    rows: Iterable[bytes], size: tuple[int, int], depth: int, kind: int, before: bytes = b"", *, interlaced: bool = False
+    rows: Iterable[bytes],
+    size: tuple[int, int],
+    depth: int,
+    kind: int,
+    before: bytes = b"",
+    *,
+    interlaced: bool = False,
 ) -> bytes:
     header = struct.pack(">IIBBBBB", *size, depth, kind, 0, 0, int(interlaced))
     body = zlib.compress(b"".join(b"\0" + row for row in rows))
@@ -66,13 +72,21 @@ def _interlaced() -> bytes:
 
 @good("png of 16 bits a channel")
 def _png_16() -> bytes:
-    return png_of([bytes(b for part in row for b in (part, part)) for row in _rgb_rows(picture())], picture().size, 16, 2)
+    return png_of(
+        [bytes(b for part in row for b in (part, part)) for row in _rgb_rows(picture())],
+        picture().size,
+        16,
+        2,
+    )
 
 
 @good("png of 16 bits with alpha")
 def _png_16_alpha() -> bytes:
     rows = [
-        b"".join(bytes(b for part in row[at : at + 3] for b in (part, part)) + b"\xff\xff" for at in range(0, len(row), 3))
+        b"".join(
+            bytes(b for part in row[at : at + 3] for b in (part, part)) + b"\xff\xff"
+            for at in range(0, len(row), 3)
+        )
         for row in _rgb_rows(picture())
     ]
     return png_of(rows, picture().size, 16, 6)
@@ -224,7 +238,9 @@ def _jpeg_profile() -> bytes:
 
 @good("multi picture object")
 def _mpo() -> bytes:
-    return saved(picture(), "MPO", quality=95, save_all=True, append_images=[Image.new("RGB", (64, 64), "white")])
+    return saved(
+        picture(), "MPO", quality=95, save_all=True, append_images=[Image.new("RGB", (64, 64), "white")]
+    )
 
 
 def jpeg_of_frame(marker: int, precision: int = 8) -> bytes:
@@ -238,14 +254,19 @@ def jpeg_of_frame(marker: int, precision: int = 8) -> bytes:
 BAD["jpeg of 12 bits"] = lambda: jpeg_of_frame(0xC1, 12)
 BAD["jpeg without loss"] = lambda: jpeg_of_frame(0xC3)
 BAD["jpeg in steps of size"] = lambda: jpeg_of_frame(0xC5)
-BAD["jpeg of no height"] = lambda: (lambda data, at: data[: at + 5] + b"\0\0" + data[at + 7 :])(jpeg(), jpeg().index(b"\xff\xc0"))
+BAD["jpeg of no height"] = lambda: (lambda data, at: data[: at + 5] + b"\0\0" + data[at + 7 :])(
+    jpeg(), jpeg().index(b"\xff\xc0")
+)
 
 
 # GIF
 
 
-def gif_image(indices: bytes, width: int, *, bits: int, place: tuple[int, int] = (0, 0), interlaced: bool = False) -> bytes:
-    """An image descriptor and its pixels, LZW without any compression: a clear code before the table can grow."""
+def gif_image(
+    indices: bytes, width: int, *, bits: int, place: tuple[int, int] = (0, 0), interlaced: bool = False
+) -> bytes:
+    """An image descriptor and its pixels, LZW without any compression:
+    a clear code before the table can grow."""
     height = len(indices) // width
     if interlaced:
         order = [y for start, step in ((0, 8), (4, 8), (2, 4), (1, 2)) for y in range(start, height, step)]
@@ -257,12 +278,16 @@ def gif_image(indices: bytes, width: int, *, bits: int, place: tuple[int, int] =
     codes.append(clear + 1)
     number = sum(code << (width_of_codes * at) for at, code in enumerate(codes))
     data = number.to_bytes(-(-len(codes) * width_of_codes // 8), "little")
-    blocks = b"".join(bytes([len(data[at : at + 255])]) + data[at : at + 255] for at in range(0, len(data), 255))
+    blocks = b"".join(
+        bytes([len(data[at : at + 255])]) + data[at : at + 255] for at in range(0, len(data), 255)
+    )
     flags = 0x40 if interlaced else 0
     return b"," + struct.pack("<HHHHBB", *place, width, height, flags, bits) + blocks + b"\0"
 
 
-def gif_of(screen: tuple[int, int], colors: Sequence[tuple[int, int, int]], body: bytes, *, background: int = 0) -> bytes:
+def gif_of(
+    screen: tuple[int, int], colors: Sequence[tuple[int, int, int]], body: bytes, *, background: int = 0
+) -> bytes:
     size = len(colors).bit_length() - 2
     head = b"GIF89a" + struct.pack("<HHBBB", *screen, 0xF0 | size, background, 0)
     return head + bytes(part for color in colors for part in color) + body + b";"
@@ -307,8 +332,18 @@ def _gif_no_end() -> bytes:
 # BMP
 
 
-def bmp_of(rows: Sequence[bytes], size: tuple[int, int], bits: int, table: bytes = b"", *, header: int = 40,
-           compression: int = 0, top_down: bool = False, raw: bytes | None = None, extra: bytes = b"") -> bytes:  # fmt: skip
+def bmp_of(
+    rows: Sequence[bytes],
+    size: tuple[int, int],
+    bits: int,
+    table: bytes = b"",
+    *,
+    header: int = 40,
+    compression: int = 0,
+    top_down: bool = False,
+    raw: bytes | None = None,
+    extra: bytes = b"",
+) -> bytes:
     """Rows from the top; they are turned round unless `top_down`. `raw` replaces them."""
     ordered = rows if top_down else list(reversed(rows))
     body = b"".join(row + bytes(-len(row) % 4) for row in ordered) if raw is None else raw
@@ -316,14 +351,19 @@ def bmp_of(rows: Sequence[bytes], size: tuple[int, int], bits: int, table: bytes
     if header == 12:
         info = struct.pack("<IHHHH", 12, width, height, 1, bits)
     else:
-        info = struct.pack("<IiiHHII", header, width, -height if top_down else height, 1, bits, compression, len(body))
+        info = struct.pack(
+            "<IiiHHII", header, width, -height if top_down else height, 1, bits, compression, len(body)
+        )
         info = (info + bytes(8) + struct.pack("<II", 0, 0)).ljust(header, b"\0")
     start = 14 + len(info) + len(extra) + len(table)
     return b"BM" + struct.pack("<IHHI", start + len(body), 0, 0, start) + info + extra + table + body
 
 
 def _bgr_rows(image: Image.Image) -> list[bytes]:
-    return [bytes(row[at + part] for at in range(0, len(row), 3) for part in (2, 1, 0)) for row in _rgb_rows(image)]
+    return [
+        bytes(row[at + part] for at in range(0, len(row), 3) for part in (2, 1, 0))
+        for row in _rgb_rows(image)
+    ]
 
 
 def _indexed(bits: int) -> tuple[list[bytes], Image.Image, bytes, bytes]:
@@ -384,12 +424,16 @@ def _bmp_565() -> bytes:
 
 @good("bmp of 32 bits without masks")
 def _bmp_32() -> bytes:
-    rows = [b"".join(row[at : at + 3] + b"\0" for at in range(0, len(row), 3)) for row in _bgr_rows(picture())]
+    rows = [
+        b"".join(row[at : at + 3] + b"\0" for at in range(0, len(row), 3)) for row in _bgr_rows(picture())
+    ]
     return bmp_of(rows, picture().size, 32)
 
 
 def _bmp_rgbx() -> bytes:
-    rows = [b"".join(row[at : at + 3] + b"\0" for at in range(0, len(row), 3)) for row in _rgb_rows(picture())]
+    rows = [
+        b"".join(row[at : at + 3] + b"\0" for at in range(0, len(row), 3)) for row in _rgb_rows(picture())
+    ]
     return bmp_of(rows, picture().size, 32, compression=3, extra=struct.pack("<III", 0xFF, 0xFF00, 0xFF0000))
 
 
@@ -398,7 +442,9 @@ BAD["bmp of 32 bits with red first"] = _bmp_rgbx
 
 @good("bmp of 32 bits with alpha in its last version")
 def _bmp_v5() -> bytes:
-    rows = [b"".join(row[at : at + 3] + b"\xff" for at in range(0, len(row), 3)) for row in _bgr_rows(picture())]
+    rows = [
+        b"".join(row[at : at + 3] + b"\xff" for at in range(0, len(row), 3)) for row in _bgr_rows(picture())
+    ]
     data = bytearray(bmp_of(rows, picture().size, 32, header=124, compression=3))
     struct.pack_into("<IIII", data, 14 + 40, 0xFF0000, 0xFF00, 0xFF, 0xFF000000)
     return bytes(data)
@@ -440,8 +486,9 @@ def _bmp_absolute() -> bytes:
     data, out = image.tobytes(), bytearray()
     for y in range(image.height - 1, -1, -1):
         row = data[y * image.width : (y + 1) * image.width]
-        out += b"".join(bytes((0, len(row[at : at + 60]))) + row[at : at + 60] + bytes(len(row[at : at + 60]) % 2)
-                        for at in range(0, len(row), 60)) + b"\0\0"  # fmt: skip
+        for part in (row[at : at + 60] for at in range(0, len(row), 60)):
+            out += bytes((0, len(part))) + part + bytes(len(part) % 2)
+        out += b"\0\0"
     return bmp_of([], image.size, 8, four, compression=1, raw=bytes(out) + b"\0\1")
 
 
@@ -464,7 +511,8 @@ class Entry(NamedTuple):
 
 
 def tiff_of(body: bytes, entries: Sequence[Entry], order: str = "<", *, big: bool = False) -> bytes:
-    """Pixels behind the header, then one directory (TIFF 6.0, or BigTIFF). Strip offsets count from the first pixel."""
+    """Pixels behind the header, then one directory (TIFF 6.0, or BigTIFF).
+    Strip offsets count from the first pixel."""
     letters = {1: "B", 3: "H", 4: "I", 5: "I"}
     head = 16 if big else 8
     start = head + len(body) + len(body) % 2
@@ -488,11 +536,14 @@ def tiff_of(body: bytes, entries: Sequence[Entry], order: str = "<", *, big: boo
     return mark + version + body + bytes(len(body) % 2) + directory + bytes(8 if big else 4) + longer
 
 
-def rgb_entries(size: tuple[int, int], offsets: Sequence[int], lengths: Sequence[int], rows: int, *extra: Entry) -> list[Entry]:
+def rgb_entries(
+    size: tuple[int, int], offsets: Sequence[int], lengths: Sequence[int], rows: int, *extra: Entry
+) -> list[Entry]:
     given = {entry.tag for entry in extra}
     usual = (
-        Entry(256, 3, [size[0]]), Entry(257, 3, [size[1]]), Entry(258, 3, [8, 8, 8]), Entry(259, 3, [1]), Entry(262, 3, [2]),
-        Entry(273, 4, list(offsets)), Entry(277, 3, [3]), Entry(278, 3, [rows]), Entry(279, 4, list(lengths)),
+        Entry(256, 3, [size[0]]), Entry(257, 3, [size[1]]), Entry(258, 3, [8, 8, 8]),
+        Entry(259, 3, [1]), Entry(262, 3, [2]), Entry(273, 4, list(offsets)), Entry(277, 3, [3]),
+        Entry(278, 3, [rows]), Entry(279, 4, list(lengths)),
     )  # fmt: skip
     return [*(entry for entry in usual if entry.tag not in given), *extra]
 
@@ -539,13 +590,21 @@ def _tiff_tiles() -> bytes:
              for y in range(0, image.height, side) for x in range(0, image.width, side)]  # fmt: skip
     entries = [entry for entry in rgb_entries(image.size, [0], [0], 1) if entry.tag not in (273, 278, 279)]
     offsets = [at * len(tiles[0]) for at in range(len(tiles))]
-    entries += [Entry(322, 3, [side]), Entry(323, 3, [side]), Entry(324, 4, offsets), Entry(325, 4, [len(tiles[0])] * len(tiles))]
+    entries += [
+        Entry(322, 3, [side]),
+        Entry(323, 3, [side]),
+        Entry(324, 4, offsets),
+        Entry(325, 4, [len(tiles[0])] * len(tiles)),
+    ]
     return tiff_of(b"".join(tiles), entries)
 
 
 @good("tiff with a predictor")
 def _tiff_predictor() -> bytes:
-    rows = [bytes((row[at] - (row[at - 3] if at >= 3 else 0)) & 255 for at in range(len(row))) for row in _rgb_rows(picture())]
+    rows = [
+        bytes((row[at] - (row[at - 3] if at >= 3 else 0)) & 255 for at in range(len(row)))
+        for row in _rgb_rows(picture())
+    ]
     return one_strip(zlib.compress(b"".join(rows)), Entry(259, 3, [8]), Entry(317, 3, [2]))
 
 
@@ -577,7 +636,9 @@ def _tiff_palette() -> bytes:
     image, colors = of_palette()
     colors += [(0, 0, 0)] * (256 - len(colors))
     table = [color[part] * 257 for part in range(3) for color in colors]
-    return one_strip(image.tobytes(), Entry(258, 3, [8]), Entry(262, 3, [3]), Entry(277, 3, [1]), Entry(320, 3, table))
+    return one_strip(
+        image.tobytes(), Entry(258, 3, [8]), Entry(262, 3, [3]), Entry(277, 3, [1]), Entry(320, 3, table)
+    )
 
 
 @good("tiff with a palette of 4 bits")
@@ -619,13 +680,20 @@ def _tiff_turned() -> bytes:
 
 @good("tiff with metadata of strange kinds")
 def _tiff_metadata() -> bytes:
-    return one_strip(raw_pixels(), Entry(282, 5, [72, 0]), Entry(305, 1, list(b"writer\0")), Entry(34665, 4, [999_999]),
-                     Entry(65000, 4, [1, 2, 3]))  # fmt: skip
+    return one_strip(
+        raw_pixels(),
+        Entry(282, 5, [72, 0]),
+        Entry(305, 1, list(b"writer\0")),
+        Entry(34665, 4, [999_999]),
+        Entry(65000, 4, [1, 2, 3]),
+    )
 
 
 def _float_tiff() -> bytes:
     body = struct.pack(f"<{3 * 64 * 64}f", *([0.5] * (3 * 64 * 64)))
-    return tiff_of(body, rgb_entries((64, 64), [0], [len(body)], 64, Entry(258, 3, [32] * 3), Entry(339, 3, [3] * 3)))
+    return tiff_of(
+        body, rgb_entries((64, 64), [0], [len(body)], 64, Entry(258, 3, [32] * 3), Entry(339, 3, [3] * 3))
+    )
 
 
 BAD["tiff of floating numbers"] = _float_tiff
@@ -637,7 +705,9 @@ BAD["tiff with jpeg of the old kind"] = lambda: one_strip(raw_pixels(), Entry(25
 
 
 def riff(*chunks: tuple[bytes, bytes]) -> bytes:
-    body = b"WEBP" + b"".join(name + struct.pack("<I", len(data)) + data + bytes(len(data) % 2) for name, data in chunks)
+    body = b"WEBP" + b"".join(
+        name + struct.pack("<I", len(data)) + data + bytes(len(data) % 2) for name, data in chunks
+    )
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
@@ -654,14 +724,25 @@ def _canvas(flags: int, size: tuple[int, int]) -> tuple[bytes, bytes]:
 def _webp_metadata() -> bytes:
     frame = webp_frame()
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    return riff(_canvas(0x2C, picture().size), (b"ICCP", profile), (frame[:4], frame[8:]), (b"EXIF", b"Exif\0\0II*\0"),
-                (b"XMP ", b"<x/>"), (b"zzzz", b"odd"))  # fmt: skip
+    return riff(
+        _canvas(0x2C, picture().size),
+        (b"ICCP", profile),
+        (frame[:4], frame[8:]),
+        (b"EXIF", b"Exif\0\0II*\0"),
+        (b"XMP ", b"<x/>"),
+        (b"zzzz", b"odd"),
+    )
 
 
 @good("animated webp of one frame")
 def _webp_animated() -> bytes:
     size = picture().size
-    place = bytes(6) + b"".join((side - 1).to_bytes(3, "little") for side in size) + (100).to_bytes(3, "little") + b"\0"
+    place = (
+        bytes(6)
+        + b"".join((side - 1).to_bytes(3, "little") for side in size)
+        + (100).to_bytes(3, "little")
+        + b"\0"
+    )
     return riff(_canvas(0x02, size), (b"ANIM", bytes(6)), (b"ANMF", place + webp_frame()))
 
 
@@ -692,7 +773,9 @@ def _avif_mif1() -> bytes:
 @good("animated avif")
 def _avif_animated() -> bytes:
     blank = Image.new("RGB", picture().size, "white")
-    return saved(picture(), "AVIF", quality=95, subsampling="4:4:4", save_all=True, append_images=[blank], duration=100)
+    return saved(
+        picture(), "AVIF", quality=95, subsampling="4:4:4", save_all=True, append_images=[blank], duration=100
+    )
 
 
 def _box(name: bytes, body: bytes) -> bytes:

@@ -1,6 +1,8 @@
-"""Picture files by name: the demo's picture of seed 1 in every form that clients send, and files that are no picture.
+"""Picture files by name: the demo's picture of seed 1 in every form that clients send,
+and files that are no picture.
 
-`good` files all show the same picture, so each has to be answered with its caption; `bad` ones have to be refused.
+`good` files all show the same picture, so each has to be answered with its caption;
+`bad` ones have to be refused.
 """
 
 from __future__ import annotations
@@ -96,7 +98,13 @@ def _tiff_pages() -> bytes:
 
 @good("gif of two frames")
 def _gif_frames() -> bytes:
-    return saved(picture(), "GIF", save_all=True, append_images=[Image.new("RGB", picture().size, "white")], duration=100)
+    return saved(
+        picture(),
+        "GIF",
+        save_all=True,
+        append_images=[Image.new("RGB", picture().size, "white")],
+        duration=100,
+    )
 
 
 @good("webp of two frames")
@@ -107,7 +115,13 @@ def _webp_frames() -> bytes:
 
 @good("apng")
 def _apng() -> bytes:
-    return saved(picture(), "PNG", save_all=True, append_images=[Image.new("RGB", picture().size, "white")], duration=100)
+    return saved(
+        picture(),
+        "PNG",
+        save_all=True,
+        append_images=[Image.new("RGB", picture().size, "white")],
+        duration=100,
+    )
 
 
 @good("png with a large compressed text")
@@ -129,7 +143,9 @@ def _png_crc() -> bytes:
 
 @good("png with a colour profile")
 def _png_profile() -> bytes:
-    return saved(picture(), "PNG", icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    return saved(
+        picture(), "PNG", icc_profile=ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    )
 
 
 @good("png with a colour profile that is no profile")
@@ -268,7 +284,12 @@ def _cut_webp() -> bytes:
 @bad("png that claims to be vast")
 def _vast() -> bytes:
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
+        + chunk(b"IEND", b"")
+    )
 
 
 @bad("png over the limit of pixels")

@@ -44,7 +44,9 @@ def run_cases(
         yield run_case(case, False, url, model, media, folder, answers=answers)
 
 
-def run_case(case: Case, stream: bool, url: str, model: str, media: MediaServer, folder: Path, *, answers: bool) -> Result:
+def run_case(
+    case: Case, stream: bool, url: str, model: str, media: MediaServer, folder: Path, *, answers: bool
+) -> Result:
     before = Counter(media.hits)
     body = request_body(case, model, media.url, folder, stream=stream)
     reply = send(url + case.path, body, TIMEOUT_S)
@@ -53,7 +55,9 @@ def run_case(case: Case, stream: bool, url: str, model: str, media: MediaServer,
         asked = {path: media.hits[path] - before[path] for path in case.expect.hits}
         if any(asked[path] > most for path, most in case.expect.hits.items()):
             verdict, reason = "wrong", f"fetched {asked}"
-    return Result(case.id, case.source, stream, verdict, reply.status, reason, (reply.message or reply.text)[:300])
+    return Result(
+        case.id, case.source, stream, verdict, reply.status, reason, (reply.message or reply.text)[:300]
+    )
 
 
 @contextmanager
@@ -100,7 +104,9 @@ def report(results: Sequence[Result], console: Console) -> None:
         table.add_column(column, overflow="fold")
     for each in results:
         if each.verdict != "right":
-            table.add_row(each.case, "stream" if each.streamed else "whole", each.verdict, each.reason, each.shown[:120])
+            table.add_row(
+                each.case, "stream" if each.streamed else "whole", each.verdict, each.reason, each.shown[:120]
+            )
     if table.row_count:
         console.print(table)
     counts = Counter(each.verdict for each in results)
@@ -109,7 +115,9 @@ def report(results: Sequence[Result], console: Console) -> None:
     ))  # fmt: skip
 
 
-def _deployments(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, AbstractContextManager[str]]]:
+def _deployments(
+    options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, AbstractContextManager[str]]]:
     """What is asked, by name."""
     if options.url is not None:
         yield "running", nullcontext(options.url)
@@ -124,14 +132,20 @@ def _deployments(options: argparse.Namespace, folder: Path) -> Iterator[tuple[st
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests/cases/run", description=__doc__)
-    parser.add_argument("--topology", choices=[*TOPOLOGIES, "all"], default="agg", help="what to deploy (default: agg)")
-    parser.add_argument("--url", help="ask a deployment that runs already, at this address, instead of starting one")
+    parser.add_argument(
+        "--topology", choices=[*TOPOLOGIES, "all"], default="agg", help="what to deploy (default: agg)"
+    )
+    parser.add_argument(
+        "--url", help="ask a deployment that runs already, at this address, instead of starting one"
+    )
     parser.add_argument("--model", default="demo", help="the name that requests ask for (default: demo)")
     parser.add_argument(
         "--rival",
         action="store_true",
-        help="ask Dynamo's own component and this project's, both over TensorRT-LLM's double, which knows no answers: "
-        "only statuses, the words of errors and that each lives on are judged",
+        help=(
+            "ask Dynamo's own component and this project's, both over TensorRT-LLM's double, "
+            "which knows no answers: only statuses, the words of errors and that each lives on are judged"
+        ),
     )
     parser.add_argument("--quick", action="store_true", help="only the subset that ./tests/run.sh runs")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name holds TEXT")
@@ -150,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results[name] = list(track(asked, total=2 * len(cases), console=console))
             report(results[name], console)
     if options.json:
-        options.json.write_text(json.dumps({name: [asdict(r) for r in found] for name, found in results.items()}, indent=1))
+        options.json.write_text(
+            json.dumps({name: [asdict(r) for r in found] for name, found in results.items()}, indent=1)
+        )
     return 0 if all(r.verdict == "right" for found in results.values() for r in found) else 1
 
 

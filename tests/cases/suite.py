@@ -1,7 +1,8 @@
-"""A case: a request as data, and what a client has to see. Loading cases, sending them, and judging the answers.
+"""A case: a request as data, and what a client has to see.
+Loading cases, sending them, and judging the answers.
 
-The files in `data/` hold lists of cases; README.md beside this file says what may stand in one. Some are made here instead,
-one for each picture file of `pictures.py` and each way to send it.
+The files in `data/` hold lists of cases; README.md beside this file says what may stand in one.
+Some are made here instead, one for each picture file of `pictures.py` and each way to send it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ DATA = Path(__file__).with_name("data")
 LONG_WORDS = 40_000
 QUESTION = "What is in the picture?"
 NEVER_SHOWN = re.compile(
-    r"Traceback|File \"|0x[0-9a-f]{6}|<_io|site-packages|(?<![:/\w])/(?:root|home|usr|opt|srv)/|\bPIL\b|pydantic|aiohttp|errno|"
-    r"\bKeyError|\bValueError|\bTypeError|\bNoneType",
+    r"Traceback|File \"|0x[0-9a-f]{6}|<_io|site-packages|(?<![:/\w])/(?:root|home|usr|opt|srv)/|"
+    r"\bPIL\b|pydantic|aiohttp|errno|\bKeyError|\bValueError|\bTypeError|\bNoneType",
     re.IGNORECASE,
 )
 """What no error may hold: stack traces, addresses, server paths, and a library's own words."""
@@ -81,24 +82,33 @@ class Reply:
             return "".join(map(_text_of_another_interface, self.events or (self.body,)))
         pieces = [choice for each in self.events or (self.body,) for choice in each.get("choices") or ()]
         return "".join(
-            str((piece.get("delta") or piece.get("message") or {}).get("content") or piece.get("text") or "") for piece in pieces
+            str((piece.get("delta") or piece.get("message") or {}).get("content") or piece.get("text") or "")
+            for piece in pieces
         )
 
     @property
     def message(self) -> str:
         """The error's own words, wherever they stand."""
-        return "" if self.status == 200 and self.error is None else json.dumps(self.error or self.body, ensure_ascii=False)
+        return (
+            ""
+            if self.status == 200 and self.error is None
+            else json.dumps(self.error or self.body, ensure_ascii=False)
+        )
 
     @property
     def error(self) -> Any:
         """An error that came as an event of a stream, or in a body."""
-        found = [each for each in (*self.events, self.body) if isinstance(each, Mapping) and each.get("error")]
+        found = [
+            each for each in (*self.events, self.body) if isinstance(each, Mapping) and each.get("error")
+        ]
         return found[0]["error"] if found else None
 
     @property
     def finish(self) -> str | None:
         pieces = [choice for each in self.events or (self.body,) for choice in each.get("choices") or ()]
-        return next((piece["finish_reason"] for piece in reversed(pieces) if piece.get("finish_reason")), None)
+        return next(
+            (piece["finish_reason"] for piece in reversed(pieces) if piece.get("finish_reason")), None
+        )
 
     @property
     def usages(self) -> list[Mapping[str, Any]]:
@@ -146,7 +156,10 @@ def load_cases() -> list[Case]:
 def _picture_cases() -> Iterator[Case]:
     """Every picture file, inside the request and from a web server."""
     for name in GOOD:
-        for way, image in (("inline", {"file": name}), ("from the web", {"page": f"/good/{name.replace(' ', '-')}"})):
+        for way, image in (
+            ("inline", {"file": name}),
+            ("from the web", {"page": f"/good/{name.replace(' ', '-')}"}),
+        ):
             yield Case(
                 id=f"{name}, {way}",
                 source="formats that clients send",
@@ -155,7 +168,10 @@ def _picture_cases() -> Iterator[Case]:
                 quick=way == "inline" and name in ("png", "tiff lzw", "png with a large compressed text"),
             )
     for name in BAD:
-        for way, image in (("inline", {"file": name}), ("from the web", {"page": f"/bad/{name.replace(' ', '-')}"})):
+        for way, image in (
+            ("inline", {"file": name}),
+            ("from the web", {"page": f"/bad/{name.replace(' ', '-')}"}),
+        ):
             yield Case(
                 id=f"{name}, {way}",
                 source="files that are no picture",
@@ -169,7 +185,11 @@ def request_body(case: Case, model: str, media_url: str, folder: Path, *, stream
     """The JSON of a request: parts written out, the model named."""
     body = _written_out(dict(case.body), media_url, folder)
     if case.content is not None:
-        content = case.content if isinstance(case.content, str) else [_part(each, media_url, folder) for each in case.content]
+        content = (
+            case.content
+            if isinstance(case.content, str)
+            else [_part(each, media_url, folder) for each in case.content]
+        )
         body.setdefault("messages", [{"role": "user", "content": content}])
     if stream:
         body["stream"] = True
@@ -232,7 +252,8 @@ def _read(status: int, kind: str, text: str) -> Reply:
 
 
 def judge(case: Case, reply: Reply, *, answers: bool = True) -> tuple[Verdict, str]:
-    """Whether `reply` is what the case expects, and what is not. Without `answers`, texts and counts are not looked at."""
+    """Whether `reply` is what the case expects, and what is not.
+    Without `answers`, texts and counts are not looked at."""
     expect = case.expect
     wanted = expect.status if isinstance(expect.status, tuple) else (expect.status,)
     failed = reply.status != 200 or reply.error is not None
@@ -256,7 +277,10 @@ def _judge_answer(expect: Expect, reply: Reply, answers: bool) -> tuple[Verdict,
     checks: Sequence[tuple[str, Any, Any]] = (
         ("answer", expect.answer, reply.text),
         ("finish reason", expect.finish, reply.finish),
-        *(("prompt tokens", expect.prompt_tokens, usage.get("prompt_tokens")) for usage in reply.usages or ({},)),
+        *(
+            ("prompt tokens", expect.prompt_tokens, usage.get("prompt_tokens"))
+            for usage in reply.usages or ({},)
+        ),
     )
     for name, want, got in checks:
         if want is not None and want != got:

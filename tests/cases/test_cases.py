@@ -46,4 +46,6 @@ def test_the_judge_tells_wrong_worse_dropped_and_leaking_answers_from_right_ones
     assert told(answered, 200, message("a circle")) == "right"
     assert told(answered, 200, message("a square")) == "wrong"
     assert told(answered, 200, message("")) == "dropped"
-    assert judge(answered, Reply(200, {}, ({"choices": []}, {"error": {"message": "it broke"}})))[0] == "wrong"
+    assert (
+        judge(answered, Reply(200, {}, ({"choices": []}, {"error": {"message": "it broke"}})))[0] == "wrong"
+    )

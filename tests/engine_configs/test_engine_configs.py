@@ -18,7 +18,10 @@ from dynamo.trtllm.utils.trtllm_utils import parse, parse_args
 from model_directory import make_model_directory
 
 ROOT = Path(__file__).parents[2] / "engine_configs"
-FACTS = {path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "facts").glob("*.json"))}
+FACTS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent / "facts").glob("*.json"))
+}
 FILES = {
     f"{facts['engine_configs']}/{path.stem}": (name, path)
     for name, facts in FACTS.items()
@@ -54,7 +57,14 @@ def arguments(key: str, directory: Path) -> list[str]:
     """The command line of the worker that the file `key` is for."""
     name, path = FILES[key]
     modality = "multimodal" if "vision_config" in FACTS[name]["config"] else "text"
-    flags = ["--model-path", str(directory), "--disaggregation-mode", path.stem, "--extra-engine-args", str(path)]
+    flags = [
+        "--model-path",
+        str(directory),
+        "--disaggregation-mode",
+        path.stem,
+        "--extra-engine-args",
+        str(path),
+    ]
     flags += ["--modality", modality]
     return [*flags, "--engine", "transformers"] if key == FOR_THE_PORTABLE_ENGINE else flags
 
@@ -69,7 +79,10 @@ def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 def test_every_file_belongs_to_a_model_whose_dimensions_are_known() -> None:
     assert {path for _, path in FILES.values()} == set(ROOT.rglob("*.yaml"))
-    roles = {directory: {Path(key).name for key in FILES if str(Path(key).parent) == directory} for directory in GPU_GB}
+    roles = {
+        directory: {Path(key).name for key in FILES if str(Path(key).parent) == directory}
+        for directory in GPU_GB
+    }
     assert all({"agg", "prefill", "decode"} <= found for found in roles.values())
     with_encoder = {directory for directory, found in roles.items() if "encode" in found}
     assert with_encoder == {
@@ -121,11 +134,20 @@ def test_a_file_holds_only_values_that_differ_from_a_default_and_gives_a_reason_
 @pytest.mark.parametrize("release", RECORD)
 @pytest.mark.parametrize("key", FILES)
 def test_check_finds_no_fault_with_any_release_on_the_gpus_that_a_file_is_sized_for(
-    key: str, release: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    key: str,
+    release: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dynamo.trtllm.preflight.faults.release_to_check", lambda: RECORD[release])
     name, path = FILES[key]
-    flags = [*arguments(key, model_directory(tmp_path, name)), "--check", "--gpu-memory-gb", str(GPU_GB[str(Path(key).parent)])]
+    flags = [
+        *arguments(key, model_directory(tmp_path, name)),
+        "--check",
+        "--gpu-memory-gb",
+        str(GPU_GB[str(Path(key).parent)]),
+    ]
     other = {"prefill": "decode", "decode": "prefill"}.get(path.stem)
     against = ["--against", str(path.with_name(f"{other}.yaml"))] if other else []
     code = run(parse([*flags, *against]))
@@ -154,7 +176,11 @@ def test_estimated_sizes_are_within_one_percent_of_the_counted_ones(name: str) -
 
 def test_the_readme_tells_the_numbers_that_the_check_computes() -> None:
     text = (ROOT / "README.md").read_text()
-    rows = {cells[1].strip(" `"): cells for cells in (line.split("|") for line in text.splitlines()) if len(cells) == 9}
+    rows = {
+        cells[1].strip(" `"): cells
+        for cells in (line.split("|") for line in text.splitlines())
+        if len(cells) == 9
+    }
     for facts in FACTS.values():
         shape = parse_shape(facts["config"])
         assert shape is not None
@@ -163,11 +189,13 @@ def test_the_readme_tells_the_numbers_that_the_check_computes() -> None:
         assert float(row[5].split()[0]) == pytest.approx(shape.weight_bytes / 1e9, rel=0.01)
 
 
-def test_tensorrt_llm_is_refused_for_the_encoder_of_qwen2_vl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensorrt_llm_is_refused_for_the_encoder_of_qwen2_vl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = model_directory(tmp_path, "qwen2-vl-7b-instruct")
     code = run(parse(["--check", "--model-path", str(directory), "--disaggregation-mode", "encode"]))
     assert code == 1
     assert (
-        "fault: TensorRT-LLM cannot encode images of Qwen2VLForConditionalGeneration in a worker of their own: leave the encode "
-        "worker out, prefill and aggregated workers encode them"
+        "fault: TensorRT-LLM cannot encode images of Qwen2VLForConditionalGeneration in a worker of their "
+        "own: leave the encode worker out, prefill and aggregated workers encode them"
     ) in capsys.readouterr().out

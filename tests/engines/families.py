@@ -1,7 +1,8 @@
-"""Tiny random models of every family that the portable engine serves, saved as directories like a real checkpoint.
+"""Tiny random models of every family that the portable engine serves,
+saved as directories like a real checkpoint.
 
-Weights are drawn wide enough (0.15) for a greedy answer to wander over the vocabulary. Nothing is downloaded: tokenizers and
-image processors are built in code.
+Weights are drawn wide enough (0.15) for a greedy answer to wander over the vocabulary.
+Nothing is downloaded: tokenizers and image processors are built in code.
 """
 
 from __future__ import annotations
@@ -34,15 +35,25 @@ _SPECIAL = {
     BREAK: "<|break|>",
 }
 AUDIO = 3
-_AUDIO_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+_AUDIO_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|AUDIO|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+)
 SOUND_RATE, LONGEST_SOUND_S, SOUND_ROWS = 16000, 2, 50
 _TIME_WORDS = ("<", ">", ".", "seconds", *"0123456789")
 _PATCH = 14
 
 
 def tokenizer(**names: str) -> Any:
-    """Words `w13` ... for ids from 13 on, the last ones those of a video's times; `names` are more special tokens."""
-    words = {_SPECIAL.get(i, "\n\n" if i == GAP else f"w{i}"): i for i in range(VOCABULARY - len(_TIME_WORDS))}
+    """Words `w13` ... for ids from 13 on, the last ones those of a video's times;
+    `names` are more special tokens."""
+    words = {
+        _SPECIAL.get(i, "\n\n" if i == GAP else f"w{i}"): i for i in range(VOCABULARY - len(_TIME_WORDS))
+    }
     words |= {word: len(words) + i for i, word in enumerate(_TIME_WORDS)}
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     apart = pre_tokenizers.Split(Regex(r"w\d+|\d|[<>.]|[a-z]+"), "isolated")
@@ -87,7 +98,9 @@ _CLIP = {
 
 
 def _qwen(name: str, **vision: Any) -> tuple[Any, Any]:
-    text = text_config(rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0})
+    text = text_config(
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    )
     tower = {
         "depth": 2,
         "hidden_size": 32,
@@ -100,7 +113,12 @@ def _qwen(name: str, **vision: Any) -> tuple[Any, Any]:
         "num_position_embeddings": 64,
         **vision,
     }
-    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    ids = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": BEGIN,
+        "vision_end_token_id": END,
+    }
     config = getattr(tf, f"{name}Config")(text_config=text, vision_config=tower, **ids)
     size = {"shortest_edge": 56 * 56, "longest_edge": 224 * 224}
     images = tf.Qwen2VLImageProcessor(patch_size=_PATCH, merge_size=2, temporal_patch_size=2, size=size)
@@ -108,7 +126,11 @@ def _qwen(name: str, **vision: Any) -> tuple[Any, Any]:
     of_videos = tf.Qwen3VLVideoProcessor if name == "Qwen3VL" else tf.Qwen2VLVideoProcessor
     videos = of_videos(patch_size=_PATCH, size=frames, cap_pixels_per_frame=False)
     words = tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>")
-    processor = {"Qwen2VL": tf.Qwen2VLProcessor, "Qwen2_5_VL": tf.Qwen2_5_VLProcessor, "Qwen3VL": tf.Qwen3VLProcessor}[name]
+    processor = {
+        "Qwen2VL": tf.Qwen2VLProcessor,
+        "Qwen2_5_VL": tf.Qwen2_5_VLProcessor,
+        "Qwen3VL": tf.Qwen3VLProcessor,
+    }[name]
     model = getattr(tf, f"{name}ForConditionalGeneration")(config)
     return model, processor(image_processor=images, tokenizer=words, video_processor=videos)
 
@@ -171,10 +193,19 @@ def llava_next() -> tuple[Any, Any]:
 
 def mistral3() -> tuple[Any, Any]:
     vision = tf.PixtralVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=112, patch_size=_PATCH
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=112,
+        patch_size=_PATCH,
     )
-    config = tf.Mistral3Config(text_config=tf.MistralConfig(**text_config()), vision_config=vision, image_token_id=IMAGE)
-    images = tf.PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": _PATCH, "width": _PATCH})
+    config = tf.Mistral3Config(
+        text_config=tf.MistralConfig(**text_config()), vision_config=vision, image_token_id=IMAGE
+    )
+    images = tf.PixtralImageProcessor(
+        size={"longest_edge": 112}, patch_size={"height": _PATCH, "width": _PATCH}
+    )
     processor = tf.PixtralProcessor(
         image_processor=images,
         tokenizer=tokenizer(),
@@ -211,16 +242,26 @@ def byte_tokenizer() -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(_AUDIO_SPECIAL))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
 
 
 def qwen2_audio() -> tuple[Any, Any]:
     positions = 50 * LONGEST_SOUND_S
-    tower = {"num_mel_bins": 16, "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    tower = {
+        "num_mel_bins": 16,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+    }
     audio = {"model_type": "qwen2_audio_encoder", **tower, "max_source_positions": positions}
     text = tf.Qwen2Config(**text_config(vocab_size=264))
     config = tf.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=AUDIO)
-    sounds = tf.WhisperFeatureExtractor(feature_size=16, sampling_rate=SOUND_RATE, chunk_length=LONGEST_SOUND_S)
+    sounds = tf.WhisperFeatureExtractor(
+        feature_size=16, sampling_rate=SOUND_RATE, chunk_length=LONGEST_SOUND_S
+    )
     return tf.Qwen2AudioForConditionalGeneration(config), tf.Qwen2AudioProcessor(sounds, byte_tokenizer())
 
 
@@ -235,7 +276,9 @@ def text_gemma2() -> tuple[Any, Any]:
 
 
 def text_gpt2() -> tuple[Any, Any]:
-    config = tf.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2)
+    config = tf.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2
+    )
     return tf.GPT2LMHeadModel(config), tokenizer()
 
 
@@ -249,11 +292,16 @@ WITH_IMAGES: Mapping[str, Callable[[], tuple[Any, Any]]] = {
     "gemma3": gemma3,
 }
 MULTIMODAL: Mapping[str, Callable[[], tuple[Any, Any]]] = {**WITH_IMAGES, "qwen2_audio": qwen2_audio}
-TEXT: Mapping[str, Callable[[], tuple[Any, Any]]] = {"llama": text_llama, "gemma2": text_gemma2, "gpt2": text_gpt2}
+TEXT: Mapping[str, Callable[[], tuple[Any, Any]]] = {
+    "llama": text_llama,
+    "gemma2": text_gemma2,
+    "gpt2": text_gpt2,
+}
 
 
 def save_tiny_model(family: str, directory: Path) -> Path:
-    """Write the tiny model of `family`, with processor or tokenizer, into `directory`; the same weights every time."""
+    """Write the tiny model of `family`, with processor or tokenizer, into `directory`;
+    the same weights every time."""
     torch.manual_seed(0)
     model, processor = (MULTIMODAL.get(family) or TEXT[family])()
     for parameter in model.parameters():
@@ -267,7 +315,8 @@ def save_tiny_model(family: str, directory: Path) -> Path:
 
 
 def make_tiny_engine(directory: Path, family: str = "qwen2_vl", **args: Any) -> TransformersEngine:
-    """A portable engine, not started, over the tiny model of `family`, which is saved into `directory` if it is not there.
+    """A portable engine, not started, over the tiny model of `family`,
+    which is saved into `directory` if it is not there.
 
     `args` are engine arguments under TensorRT-LLM's names.
     """
@@ -275,13 +324,19 @@ def make_tiny_engine(directory: Path, family: str = "qwen2_vl", **args: Any) -> 
         save_tiny_model(family, directory)
     modality = Modality.MULTIMODAL if family in MULTIMODAL else Modality.TEXT
     config = EngineConfig(
-        kind=EngineKind.TRANSFORMERS, model_path=str(directory), modality=modality, device="cpu", torch_threads=1, args=args
+        kind=EngineKind.TRANSFORMERS,
+        model_path=str(directory),
+        modality=modality,
+        device="cpu",
+        torch_threads=1,
+        args=args,
     )
     return TransformersEngine(config)
 
 
 def reference_model(directory: Path, family: str) -> Any:
-    """The same weights in Transformers itself: eager attention, float32, no end of sequence unless a test sets one."""
+    """The same weights in Transformers itself: eager attention, float32,
+    no end of sequence unless a test sets one."""
     loader = tf.AutoModelForMultimodalLM if family in MULTIMODAL else tf.AutoModelForCausalLM
     model = loader.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
@@ -298,8 +353,8 @@ def reference_tokens(
     videos: Sequence[DecodedVideo] = (),
     sounds: Sequence[DecodedAudio] = (),
 ) -> list[int]:
-    """What `generate` gives greedily after the expanded prompt `ids`, from the pixels of `images` and `videos`, or from the
-    samples of `sounds`.
+    """What `generate` gives greedily after the expanded prompt `ids`,
+    from the pixels of `images` and `videos`, or from the samples of `sounds`.
     """
     inputs = torch.tensor([list(ids)])
     pixels: dict[str, Any] = {}
@@ -307,7 +362,9 @@ def reference_tokens(
         options = {"patch_size": 2 * _PATCH} if family == "mistral3" else {}
         pixels = dict(processor.image_processor(images=[list(images)], return_tensors="pt", **options))
         pixels.pop("num_crops", None)
-        kinds = {"gemma3": "token_type_ids"}.get(family, "mm_token_type_ids" if family.startswith("qwen") else None)
+        kinds = {"gemma3": "token_type_ids"}.get(
+            family, "mm_token_type_ids" if family.startswith("qwen") else None
+        )
         if kinds is not None:
             pixels[kinds] = (inputs == IMAGE).long()
     if videos:
@@ -327,10 +384,15 @@ def reference_tokens(
             return_attention_mask=True,
             return_tensors="pt",
         )
-        pixels |= {"input_features": heard["input_features"], "feature_attention_mask": heard["attention_mask"]}
+        pixels |= {
+            "input_features": heard["input_features"],
+            "feature_attention_mask": heard["attention_mask"],
+        }
     mask = torch.ones_like(inputs)
     with torch.inference_mode():
-        output = model.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=count, do_sample=False, **pixels)
+        output = model.generate(
+            input_ids=inputs, attention_mask=mask, max_new_tokens=count, do_sample=False, **pixels
+        )
     tokens: list[int] = output[0, len(ids) :].tolist()
     return tokens
 

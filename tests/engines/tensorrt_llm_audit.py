@@ -175,8 +175,8 @@ async def int32_deltas(place: Place) -> None:
 
 async def requests_end_alone(place: Place) -> None:
     """Whatever an input processor or a result raises fails that request and no other."""
-    kinds = ("NotImplementedError", "KeyError", "RuntimeError", "OSError", "IndexError", "ValueError", "TypeError",
-             "AssertionError")  # fmt: skip
+    kinds = ("NotImplementedError", "KeyError", "RuntimeError", "OSError", "IndexError", "ValueError",
+             "TypeError", "AssertionError")  # fmt: skip
     async with place.both(QWEN25) as (engine, _):
         for kind in kinds:
             script().input_fails_on, script().input_error = "28x28", kind
@@ -207,11 +207,14 @@ async def requests_end_alone(place: Place) -> None:
 
 
 async def dictionary_of_llama4(place: Place) -> None:
-    """A file's rows and special tokens reach the engine as it wants them: in both topologies, one image and two."""
+    """A file's rows and special tokens reach the engine as it wants them:
+    in both topologies, one image and two."""
     async with place.both(LLAMA4) as (engine, _):
 
         def adopted(value: float, **extras: Any) -> EncodedMedia:
-            return engine.adopt_embeddings("image", f"f{value}", {"features": torch.full((1, 4, 8), value)}, extras)
+            return engine.adopt_embeddings(
+                "image", f"f{value}", {"features": torch.full((1, 4, 8), value)}, extras
+            )
 
         first = adopted(1.0, **SPECIAL)
         assert len(first.token_ids) == 7
@@ -225,15 +228,21 @@ async def dictionary_of_llama4(place: Place) -> None:
             assert_given_dictionaries(place, len(items))
         older = adopted(1.0, special_tokens=[21, 22, 23], image_token_offsets=[[1, 3], [4, 6]])
         assert older.token_ids == first.token_ids
-        for extras in ({}, {"image_special_tokens": [1]}, {**SPECIAL, "image_special_token_offsets": [0, 3, 7]},
-                       {**SPECIAL, "image_special_token_offsets": [0, 3]},
-                       {"special_tokens": [1], "image_token_offsets": [[0, 9]]}):  # fmt: skip
+        for extras in (
+            {},
+            {"image_special_tokens": [1]},
+            {**SPECIAL, "image_special_token_offsets": [0, 3, 7]},
+            {**SPECIAL, "image_special_token_offsets": [0, 3]},
+            {"special_tokens": [1], "image_token_offsets": [[0, 9]]},
+        ):
             with pytest.raises(ClientFault, match="image_special_token"):
                 adopted(1.0, **extras)
 
 
 def assert_given_dictionaries(place: Place, count: int) -> None:
-    inputs = next(call["inputs"] for call in reversed(instances()[-1].seen) if call["disaggregated_params"] is None)
+    inputs = next(
+        call["inputs"] for call in reversed(instances()[-1].seen) if call["disaggregated_params"] is None
+    )
     if place.is_old:
         given = inputs["multi_modal_embeddings"]["image"]
         assert [(each["image_special_tokens"], tuple(each["mm_embeddings"].shape)) for each in given] == [
@@ -309,7 +318,9 @@ async def stop_tokens_under_ignore_eos(place: Place) -> None:
         assert len(free) == 60
         for at in (1, 3):
             stop = free[at]
-            asked = ask(max_tokens=60, ignore_eos=True, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({stop}))
+            asked = ask(
+                max_tokens=60, ignore_eos=True, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({stop})
+            )
             for output in (await generate(engine, asked), await over_json(engine, asked)):
                 assert (output.finish, output.stop_reason) == ("stop", stop)
                 assert output.token_ids == free[: free.index(stop)]
@@ -376,7 +387,11 @@ async def first_tokens_that_end(place: Place) -> None:
         free = raw_request(300, 301, 302, stop={"ignore_eos": True, "max_tokens": 9})
         reply = (await collect(answered(prefill, free)))[0]
         (token,) = reply["token_ids"]
-        await collect(answered(decode, {**free, "prefill_result": {"disaggregated_params": reply["disaggregated_params"]}}))
+        await collect(
+            answered(
+                decode, {**free, "prefill_result": {"disaggregated_params": reply["disaggregated_params"]}}
+            )
+        )
         for changed in (
             {"stop_conditions": {"ignore_eos": True, "max_tokens": 9, "stop_token_ids": [token]}},
             {"stop_conditions": {"max_tokens": 9}, "eos_token_ids": [token]},
@@ -575,8 +590,8 @@ async def main_thread(place: Place) -> None:
 
 
 async def transceivers_that_fit(place: Place) -> None:
-    """A backend that the chosen transceiver cannot use is refused with what to write instead; where none was chosen, one that
-    can use it is."""
+    """A backend that the chosen transceiver cannot use is refused with what to write instead;
+    where none was chosen, one that can use it is."""
     python = {"backend": "UCX", "transceiver_runtime": "PYTHON"}
     for backend in ("UCX", "MOONCAKE", "MPI"):
         section = {"backend": backend} if place.is_old else {**python, "backend": backend}

@@ -72,7 +72,9 @@ def model_directory(path: Path, architecture: str = TEXT, **config: Any) -> Path
     return path
 
 
-def engine_config(path: Path, role: Role = Role.AGGREGATED, *, images: bool = False, **changes: Any) -> EngineConfig:
+def engine_config(
+    path: Path, role: Role = Role.AGGREGATED, *, images: bool = False, **changes: Any
+) -> EngineConfig:
     args = {"max_seq_len": 512, "max_batch_size": 8, "max_num_tokens": 4096, **changes.pop("args", {})}
     if role in (Role.PREFILL, Role.DECODE):
         args = {**TRANSCEIVER, **args}
@@ -81,7 +83,9 @@ def engine_config(path: Path, role: Role = Role.AGGREGATED, *, images: bool = Fa
 
 
 @asynccontextmanager
-async def started(config: EngineConfig, make: Any = TensorRTLLMEngine) -> AsyncIterator[tuple[Any, EngineInfo]]:
+async def started(
+    config: EngineConfig, make: Any = TensorRTLLMEngine
+) -> AsyncIterator[tuple[Any, EngineInfo]]:
     engine = make(config)
     try:
         yield engine, await engine.start()
@@ -104,16 +108,23 @@ def script() -> Any:
 
 
 def picture(width: int = 84, height: int = 56, shade: int = 40) -> DecodedImage:
-    return DecodedImage(f"picture-{width}x{height}-{shade}", Image.new("RGB", (width, height), (shade, 90, 200)))
+    return DecodedImage(
+        f"picture-{width}x{height}-{shade}", Image.new("RGB", (width, height), (shade, 90, 200))
+    )
 
 
-def ask(ids: tuple[int, ...] = tuple(range(300, 312)), *, request_id: str = "r", **sampling: Any) -> EngineRequest:
+def ask(
+    ids: tuple[int, ...] = tuple(range(300, 312)), *, request_id: str = "r", **sampling: Any
+) -> EngineRequest:
     return EngineRequest(request_id=request_id, prompt=Prompt(ids), sampling=Sampling(**sampling))
 
 
-def ask_about(items: list[Any], *, placeholder: str = "<|image_pad|>", text: bool = True, **sampling: Any) -> EngineRequest:
-    """A question with pictures or embeddings at their places, as the multimodal processor makes it. `placeholder` may be an
-    architecture's name; a tokenizer other than Qwen's has a beginning-of-sequence token, which templates write."""
+def ask_about(
+    items: list[Any], *, placeholder: str = "<|image_pad|>", text: bool = True, **sampling: Any
+) -> EngineRequest:
+    """A question with pictures or embeddings at their places, as the multimodal processor makes it.
+    `placeholder` may be an architecture's name; a tokenizer other than Qwen's has a beginning-of-sequence
+    token, which templates write."""
     placeholder = PLACEHOLDERS.get(placeholder, placeholder)
     ids: list[int] = [1, 301, 4]
     words = ["<s>", "301", "4"]

@@ -24,7 +24,9 @@ TEXT_IDS = tuple(range(300, 312))
 
 def _images() -> list[DecodedImage]:
     sizes = [(56, 56), (112, 84), (140, 196)]
-    return [DecodedImage(f"image{i}", Image.new("RGB", size, (40 * i, 90, 200))) for i, size in enumerate(sizes)]
+    return [
+        DecodedImage(f"image{i}", Image.new("RGB", size, (40 * i, 90, 200))) for i, size in enumerate(sizes)
+    ]
 
 
 def _videos() -> list[DecodedVideo]:
@@ -32,7 +34,9 @@ def _videos() -> list[DecodedVideo]:
     for frames, width, height in ((4, 112, 112), (7, 84, 140)):
         pixels = np.arange(frames * height * width * 3).reshape(frames, height, width, 3) % (200 + frames)
         indices = tuple(range(0, 12 * frames, 12))
-        found.append(DecodedVideo(f"video{frames}", pixels.astype(np.uint8), indices, 24.0, 12 * frames, frames / 2))
+        found.append(
+            DecodedVideo(f"video{frames}", pixels.astype(np.uint8), indices, 24.0, 12 * frames, frames / 2)
+        )
     return found
 
 
@@ -59,7 +63,10 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
 
 @pytest.mark.asyncio
 async def test_a_request_gets_the_same_tokens_alone_and_beside_others(subject: Subject) -> None:
-    asked = [request(subject.text_ids[: 4 + i], request_id=str(i), max_tokens=12, ignore_eos=True) for i in range(6)]
+    asked = [
+        request(subject.text_ids[: 4 + i], request_id=str(i), max_tokens=12, ignore_eos=True)
+        for i in range(6)
+    ]
     alone = [await generate(subject.engine, each) for each in asked]
     together = await asyncio.gather(*(generate(subject.engine, each) for each in asked))
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
@@ -67,7 +74,9 @@ async def test_a_request_gets_the_same_tokens_alone_and_beside_others(subject: S
 
 
 @pytest.mark.asyncio
-async def test_a_sampled_request_with_a_seed_repeats_itself_and_another_seed_differs(subject: Subject) -> None:
+async def test_a_sampled_request_with_a_seed_repeats_itself_and_another_seed_differs(
+    subject: Subject,
+) -> None:
     def sampled(seed: int) -> object:
         return request(subject.text_ids, max_tokens=24, ignore_eos=True, temperature=1.5, seed=seed)
 
@@ -77,8 +86,12 @@ async def test_a_sampled_request_with_a_seed_repeats_itself_and_another_seed_dif
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}, {"repetition_penalty": 1.3}])
-async def test_prefill_and_decode_give_what_generate_gives(subject: Subject, sampling: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}, {"repetition_penalty": 1.3}]
+)
+async def test_prefill_and_decode_give_what_generate_gives(
+    subject: Subject, sampling: dict[str, float]
+) -> None:
     asked = request(subject.text_ids, max_tokens=16, logprobs=2, **sampling)
     whole, halves = await generate(subject.engine, asked), await split(subject.engine, asked)
     assert halves.token_ids == whole.token_ids
@@ -113,7 +126,8 @@ async def test_a_stop_token_ends_the_output_and_is_not_part_of_it(subject: Subje
     stop = free.token_ids[-1]
     at = free.token_ids.index(stop)
     stopped = await generate(
-        subject.engine, request(subject.text_ids, max_tokens=12, ignore_eos=True, stop_token_ids=frozenset({stop}))
+        subject.engine,
+        request(subject.text_ids, max_tokens=12, ignore_eos=True, stop_token_ids=frozenset({stop})),
     )
     assert (stopped.token_ids, stopped.finish) == (free.token_ids[:at], "stop")
     assert stopped.usage is not None
@@ -125,7 +139,9 @@ async def test_end_of_sequence_waits_for_min_tokens(subject: Subject) -> None:
     free = await generate(subject.engine, request(subject.text_ids, max_tokens=12, ignore_eos=True))
     eos = frozenset({free.token_ids[0]})
     at_once = await generate(subject.engine, request(subject.text_ids, max_tokens=12, stop_token_ids=eos))
-    later = await generate(subject.engine, request(subject.text_ids, max_tokens=12, min_tokens=4, stop_token_ids=eos))
+    later = await generate(
+        subject.engine, request(subject.text_ids, max_tokens=12, min_tokens=4, stop_token_ids=eos)
+    )
     assert at_once.token_ids == []
     assert len(later.token_ids) >= 4
 
@@ -142,14 +158,18 @@ async def test_tokens_that_would_end_the_request_are_not_chosen_before_min_token
 
 @pytest.mark.asyncio
 async def test_logprobs_come_one_per_token_with_ranks_from_one(subject: Subject) -> None:
-    output = await generate(subject.engine, request(subject.text_ids, max_tokens=6, ignore_eos=True, logprobs=3))
+    output = await generate(
+        subject.engine, request(subject.text_ids, max_tokens=6, ignore_eos=True, logprobs=3)
+    )
     assert len(output.logprobs) == len(output.token_ids) == 6
     for token, position in zip(output.token_ids, output.logprobs, strict=True):
         assert position.chosen.token_id == token
         assert [t.rank for t in position.top] == [1, 2, 3]
         assert position.chosen == position.top[0]  # greedy takes the best
         assert all(t.logprob <= 0 for t in position.top)
-    bare = await generate(subject.engine, request(subject.text_ids, max_tokens=6, ignore_eos=True, logprobs=0))
+    bare = await generate(
+        subject.engine, request(subject.text_ids, max_tokens=6, ignore_eos=True, logprobs=0)
+    )
     assert [p.top for p in bare.logprobs] == [()] * 6
 
 
@@ -170,9 +190,13 @@ async def test_output_without_a_limit_ends_at_the_context_length(subject: Subjec
 @pytest.mark.asyncio
 async def test_closing_a_stream_frees_its_slot_and_leaves_others_alone(subject: Subject) -> None:
     other = asyncio.create_task(
-        generate(subject.engine, request(subject.text_ids, request_id="other", max_tokens=200, ignore_eos=True))
+        generate(
+            subject.engine, request(subject.text_ids, request_id="other", max_tokens=200, ignore_eos=True)
+        )
     )
-    async with aclosing(subject.engine.generate(request(subject.text_ids, request_id="left", ignore_eos=True))) as steps:
+    async with aclosing(
+        subject.engine.generate(request(subject.text_ids, request_id="left", ignore_eos=True))
+    ) as steps:
         async for _ in steps:
             break
     assert len((await other).token_ids) == 200
@@ -189,7 +213,9 @@ async def test_images_are_encoded_in_order_to_the_length_that_was_foretold(subje
 
 
 @pytest.mark.asyncio
-async def test_videos_and_images_are_encoded_in_order_to_the_length_that_was_foretold(subject: Subject) -> None:
+async def test_videos_and_images_are_encoded_in_order_to_the_length_that_was_foretold(
+    subject: Subject,
+) -> None:
     await _require_foretold(subject, [subject.videos[0], subject.images[0], subject.videos[1]])
 
 
@@ -207,7 +233,9 @@ async def test_images_split_over_prefill_and_decode_give_what_generate_gives(sub
 
 
 @pytest.mark.asyncio
-async def test_videos_beside_images_split_over_prefill_and_decode_give_what_generate_gives(subject: Subject) -> None:
+async def test_videos_beside_images_split_over_prefill_and_decode_give_what_generate_gives(
+    subject: Subject,
+) -> None:
     await _require_the_same_split(subject, [subject.images[1], *subject.videos])
 
 

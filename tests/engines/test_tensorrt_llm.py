@@ -1,4 +1,5 @@
-"""The TensorRT-LLM adapter over the double of both recorded releases: starting, options, streaming, ending, hand-over."""
+"""The TensorRT-LLM adapter over the double of both recorded releases:
+starting, options, streaming, ending, hand-over."""
 
 from __future__ import annotations
 
@@ -79,13 +80,27 @@ async def test_without_the_library_start_names_the_install_command_and_the_other
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ({"max_batch_sise": 4}, r"does not know the engine argument max_batch_sise; did you mean max_batch_size\?"),
-        ({"kv_cache_config": {"enable_block_reus": False}}, r"enable_block_reus; did you mean enable_block_reuse\?"),
-        ({"tensor_parallel_size": 64}, r"could not load the model: Only 8 GPUs are available, but 64 are required"),
-        ({"cache_transceiver_config": {"backend": "PIGEON"}}, r"refused the engine argument cache_transceiver_config\.backend"),
+        (
+            {"max_batch_sise": 4},
+            r"does not know the engine argument max_batch_sise; did you mean max_batch_size\?",
+        ),
+        (
+            {"kv_cache_config": {"enable_block_reus": False}},
+            r"enable_block_reus; did you mean enable_block_reuse\?",
+        ),
+        (
+            {"tensor_parallel_size": 64},
+            r"could not load the model: Only 8 GPUs are available, but 64 are required",
+        ),
+        (
+            {"cache_transceiver_config": {"backend": "PIGEON"}},
+            r"refused the engine argument cache_transceiver_config\.backend",
+        ),
     ],
 )
-async def test_a_bad_argument_is_told_in_one_sentence(release: str, model: Path, args: dict[str, Any], sentence: str) -> None:
+async def test_a_bad_argument_is_told_in_one_sentence(
+    release: str, model: Path, args: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(StartupError, match=sentence) as fault:
         await TensorRTLLMEngine(engine_config(model, args=args)).start()
     assert f"TensorRT-LLM {release}" in fault.value.message
@@ -95,7 +110,11 @@ async def test_a_bad_argument_is_told_in_one_sentence(release: str, model: Path,
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("argument", "knows"),
-    [({"multimodal_config": {}}, {"1.3.0rc29"}), ({"sampler_type": "auto"}, {"1.2.1"}), ({"backend": "pytorch"}, set(RELEASES))],
+    [
+        ({"multimodal_config": {}}, {"1.3.0rc29"}),
+        ({"sampler_type": "auto"}, {"1.2.1"}),
+        ({"backend": "pytorch"}, set(RELEASES)),
+    ],
 )
 async def test_only_arguments_of_the_installed_release_are_taken(
     release: str, model: Path, argument: Any, knows: set[str]
@@ -110,7 +129,9 @@ async def test_only_arguments_of_the_installed_release_are_taken(
 
 
 @pytest.mark.asyncio
-async def test_values_are_spelled_as_the_library_wants_and_postprocess_workers_are_left_out(release: str, model: Path) -> None:
+async def test_values_are_spelled_as_the_library_wants_and_postprocess_workers_are_left_out(
+    release: str, model: Path
+) -> None:
     args = {
         "cache_transceiver_config": {"backend": "nixl"},
         "guided_decoding_backend": "XGrammar",
@@ -148,7 +169,9 @@ async def test_a_disaggregated_role_needs_a_transceiver(release: str, model: Pat
     for role in (Role.PREFILL, Role.DECODE):
         config = engine_config(model, role)
         bare = {k: v for k, v in config.args.items() if k != "cache_transceiver_config"}
-        with pytest.raises(StartupError, match=rf"a {role.value} worker .* cache_transceiver_config\.backend"):
+        with pytest.raises(
+            StartupError, match=rf"a {role.value} worker .* cache_transceiver_config\.backend"
+        ):
             await TensorRTLLMEngine(replace(config, args=bare)).start()
 
 
@@ -156,7 +179,9 @@ async def test_a_disaggregated_role_needs_a_transceiver(release: str, model: Pat
 async def test_prefill_runs_without_the_overlap_scheduler(release: str, model: Path) -> None:
     async with started(engine_config(model, Role.PREFILL)):
         assert instances()[-1].args.disable_overlap_scheduler is True
-    insisting = TensorRTLLMEngine(engine_config(model, Role.PREFILL, args={"disable_overlap_scheduler": False}))
+    insisting = TensorRTLLMEngine(
+        engine_config(model, Role.PREFILL, args={"disable_overlap_scheduler": False})
+    )
     if release == "1.2.1":
         with pytest.raises(StartupError, match="needs disable_overlap_scheduler: true"):
             await insisting.start()
@@ -175,7 +200,9 @@ async def test_a_model_that_cannot_be_split_is_refused_before_loading(release: s
 
 @pytest.mark.asyncio
 async def test_info_is_read_back_from_the_engine(release: str, model: Path) -> None:
-    config = engine_config(model, args={"max_seq_len": None, "max_batch_size": 5, "kv_cache_config": {"tokens_per_block": 64}})
+    config = engine_config(
+        model, args={"max_seq_len": None, "max_batch_size": 5, "kv_cache_config": {"tokens_per_block": 64}}
+    )
     async with started(config) as (_, info):
         assert (info.context_length, info.max_num_seqs, info.max_num_batched_tokens) == (512, 5, 4096)
         expected = (64, None) if release == "1.2.1" else (32, 128)
@@ -199,12 +226,25 @@ SAMPLING_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"presence_penalty": 0.5}, {"presence_penalty": 0.5}),
     ({"frequency_penalty": -0.5}, {"frequency_penalty": -0.5}),
     ({"max_tokens": 9}, {"max_tokens": 9}),
-    ({}, {"max_tokens": 500, "end_id": -1, "pad_id": 0, "detokenize": False, "logprobs": None, "ignore_eos": False}),
+    (
+        {},
+        {
+            "max_tokens": 500,
+            "end_id": -1,
+            "pad_id": 0,
+            "detokenize": False,
+            "logprobs": None,
+            "ignore_eos": False,
+        },
+    ),
     ({"min_tokens": 3, "eos_token_ids": frozenset({9})}, {"min_tokens": 3, "end_id": 9}),
     ({"min_tokens": 3, "ignore_eos": True}, {"min_tokens": None, "end_id": -1}),
     ({"stop_token_ids": frozenset({5, 4})}, {"stop_token_ids": [4, 5], "include_stop_str_in_output": False}),
     ({"eos_token_ids": frozenset({9, 8})}, {"end_id": 8, "pad_id": 8, "stop_token_ids": [9]}),
-    ({"eos_token_ids": frozenset({9, 8}), "ignore_eos": True}, {"end_id": -1, "stop_token_ids": None, "ignore_eos": False}),
+    (
+        {"eos_token_ids": frozenset({9, 8}), "ignore_eos": True},
+        {"end_id": -1, "stop_token_ids": None, "ignore_eos": False},
+    ),
     ({"logprobs": 0}, {"logprobs": 1}),
     ({"logprobs": 4}, {"logprobs": 4}),
 ]
@@ -257,7 +297,9 @@ async def test_every_grammar_reaches_the_engine(
         ({"top_p": 3.0}, "outside of what the engine accepts"),
     ],
 )
-async def test_an_option_that_cannot_be_honoured_is_refused(release: str, model: Path, options: Any, sentence: str) -> None:
+async def test_an_option_that_cannot_be_honoured_is_refused(
+    release: str, model: Path, options: Any, sentence: str
+) -> None:
     async with started(engine_config(model)) as (engine, _):
         with pytest.raises(ClientFault, match=sentence):
             await generate(engine, ask(**options))
@@ -277,7 +319,9 @@ async def test_requests_do_not_share_sampling_params(release: str, model: Path) 
 async def test_routing_options_go_where_the_release_has_them(release: str, model: Path) -> None:
     config = engine_config(model, args={"enable_attention_dp": True, "tensor_parallel_size": 4})
     async with started(config) as (engine, info):
-        asked = replace(ask(max_tokens=2), priority=7.0, cache_salt="salt", dp_rank=3, trace_headers={"traceparent": "t"})
+        asked = replace(
+            ask(max_tokens=2), priority=7.0, cache_salt="salt", dp_rank=3, trace_headers={"traceparent": "t"}
+        )
         await generate(engine, asked)
         call = instances()[-1].seen[-1]
         assert (call["cache_salt"], call["trace_headers"]) == ("salt", {"traceparent": "t"})
@@ -413,7 +457,9 @@ async def test_a_request_error_fails_one_request(release: str, model: Path) -> N
 async def test_any_other_error_is_the_engines_death_for_all(release: str, model: Path) -> None:
     async with started(engine_config(model)) as (engine, _):
         script().hang_at_token = 1
-        waiting = [asyncio.create_task(generate(engine, ask(max_tokens=9, ignore_eos=True))) for _ in range(3)]
+        waiting = [
+            asyncio.create_task(generate(engine, ask(max_tokens=9, ignore_eos=True))) for _ in range(3)
+        ]
         await until(lambda: len(instances()[-1].seen) == 3)
         script().hang_at_token, script().fatal_at_token = None, 2
         with pytest.raises(EngineDead):
@@ -515,13 +561,21 @@ async def test_fields_that_decodes_release_does_not_have_are_left_out(release: s
         assert prefilled.state is not None
         meta = dict(prefilled.state.meta)
         meta["params"] = {**meta["params"], "remote_tail_start": 3, "multimodal_embedding_handles": [{}]}
-        rest = [t for step in await steps_of(engine.decode(asked, prefilled.first, EngineState(meta))) for t in step.token_ids]
+        rest = [
+            t
+            for step in await steps_of(engine.decode(asked, prefilled.first, EngineState(meta)))
+            for t in step.token_ids
+        ]
         assert [*prefilled.first.token_ids, *rest] == whole.token_ids
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("meta", [{}, {"engine": "double", "schema": 1}, {"engine": "tensorrt_llm", "schema": 2, "params": {}}])
-async def test_a_state_of_another_kind_is_an_engine_fault(release: str, model: Path, meta: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "meta", [{}, {"engine": "double", "schema": 1}, {"engine": "tensorrt_llm", "schema": 2, "params": {}}]
+)
+async def test_a_state_of_another_kind_is_an_engine_fault(
+    release: str, model: Path, meta: dict[str, Any]
+) -> None:
     async with started(engine_config(model, Role.DECODE)) as (engine, _):
         with pytest.raises(EngineFault, match="not one that this engine understands"):
             await read(engine.decode(ask(max_tokens=4), Step([300]), EngineState(meta)), 1)
@@ -581,14 +635,17 @@ from engines.tensorrt_llm_subject import ask, engine_config, started
 async def main():
     async with started(engine_config(sys.argv[1], Role.PREFILL)) as (engine, _):
         made = await engine.prefill(ask(max_tokens=9, ignore_eos=True))
-        print(json.dumps({"first": list(made.first.token_ids), "ids": made.prompt_token_ids, "meta": made.state.meta}))
+        first = list(made.first.token_ids)
+        print(json.dumps({"first": first, "ids": made.prompt_token_ids, "meta": made.state.meta}))
 
 asyncio.run(main())
 """
 
 
 @pytest.mark.asyncio
-async def test_prefill_in_one_process_and_decode_in_another_give_what_one_engine_gives(release: str, model: Path) -> None:
+async def test_prefill_in_one_process_and_decode_in_another_give_what_one_engine_gives(
+    release: str, model: Path
+) -> None:
     tests = Path(__file__).parents[1]
     folders = [str(tests), str(tests / "trtllm_double"), *(p for p in sys.path if p)]
     environment = {**os.environ, "TRTLLM_DOUBLE_RELEASE": release, "PYTHONPATH": os.pathsep.join(folders)}

@@ -1,4 +1,5 @@
-"""The engine port's contract, held against the TensorRT-LLM adapter over the double of both recorded releases."""
+"""The engine port's contract, held against the TensorRT-LLM adapter
+over the double of both recorded releases."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ import pytest
 import pytest_asyncio
 
 from engines.contract import Subject
-from engines.tensorrt_llm_subject import RELEASES, TRANSCEIVER, engine_config, installed, model_directory, started
+from engines.tensorrt_llm_subject import (
+    RELEASES,
+    TRANSCEIVER,
+    engine_config,
+    installed,
+    model_directory,
+    started,
+)
 from engines.test_contract import (  # noqa: F401 - the suite runs here with this module's subject
     TEXT_IDS,
     test_a_closed_engine_says_that_it_is_dead,

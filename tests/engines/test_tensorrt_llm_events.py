@@ -89,8 +89,13 @@ def test_hashes_become_signed_numbers_of_64_bits() -> None:
 
 def test_blocks_with_images_name_the_first_64_bits_of_their_hash() -> None:
     publisher = Publisher()
-    keys = [{"type": "mm_key", "hash": "00000000000000ff" + "a" * 48, "start_offset": 0}, {"hash": "not hexadecimal"}]
-    events.KvEvents(lambda rank: publisher, 2).take(stored([block(1, [7, 8], mm_keys=keys), block(2, [9, 9])]))
+    keys = [
+        {"type": "mm_key", "hash": "00000000000000ff" + "a" * 48, "start_offset": 0},
+        {"hash": "not hexadecimal"},
+    ]
+    events.KvEvents(lambda rank: publisher, 2).take(
+        stored([block(1, [7, 8], mm_keys=keys), block(2, [9, 9])])
+    )
     assert publisher.stored[0][4] == [{"mm_objects": [{"mm_hash": 255, "offsets": []}]}, None]
 
 
@@ -131,7 +136,12 @@ def test_counts_of_attention_dp_ranks_are_added_and_what_dynamo_shows_by_rank_st
     for rank, active, latency, used in ((0, 3, 2.0, 1), (1, 4, 4.0, 6), (0, 5, 2.0, 2)):
         blocks = {"usedNumBlocks": used, "maxNumBlocks": 8, "cacheHitRate": rank / 2}
         gauges.take(
-            {"attentionDpRank": rank, "numActiveRequests": active, "iterLatencyMS": latency, "kvCacheStats": blocks}
+            {
+                "attentionDpRank": rank,
+                "numActiveRequests": active,
+                "iterLatencyMS": latency,
+                "kvCacheStats": blocks,
+            }
         )
     assert gauges.readings() == {
         metrics.ENGINE_ACTIVE: 9.0,
@@ -231,7 +241,10 @@ async def test_statistics_become_gauges(release: str, tmp_path: Path) -> None:
             if metrics.TOTAL_BLOCKS.of("0") in engine.stats():
                 break
             await asyncio.sleep(0.01)
-        assert (engine.stats()[metrics.TOTAL_BLOCKS.of("0")], engine.stats()[metrics.ENGINE_USED_BLOCKS]) == (128, 3)
+        assert (engine.stats()[metrics.TOTAL_BLOCKS.of("0")], engine.stats()[metrics.ENGINE_USED_BLOCKS]) == (
+            128,
+            3,
+        )
 
 
 @pytest.mark.asyncio
@@ -240,7 +253,10 @@ async def test_statistics_become_gauges(release: str, tmp_path: Path) -> None:
     [
         (Role.AGGREGATED, {}),
         (Role.DECODE, {"publish_kv_events": True}),
-        (Role.AGGREGATED, {"publish_kv_events": True, "args": {"kv_cache_config": {"enable_block_reuse": False}}}),
+        (
+            Role.AGGREGATED,
+            {"publish_kv_events": True, "args": {"kv_cache_config": {"enable_block_reuse": False}}},
+        ),
     ],
 )
 async def test_no_events_without_the_flag_on_decode_or_without_reuse(

@@ -106,7 +106,9 @@ async def test_without_rendered_text_the_ids_are_used(release: str, tmp_path: Pa
 async def test_other_pictures_or_another_order_give_other_answers(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
         one, two = picture(56, 56, 10), picture(56, 56, 200)
-        outputs = [await generate(engine, question(LLAVA, items)) for items in ([one, two], [two, one], [one, one])]
+        outputs = [
+            await generate(engine, question(LLAVA, items)) for items in ([one, two], [two, one], [one, one])
+        ]
         assert len({tuple(output.token_ids) for output in outputs}) == 3
 
 
@@ -138,7 +140,9 @@ async def test_positions_travel_as_tensors_and_not_as_handles(release: str, tmp_
 
 
 @pytest.mark.asyncio
-async def test_a_prompt_that_its_pictures_make_too_long_is_refused_with_both_counts(release: str, tmp_path: Path) -> None:
+async def test_a_prompt_that_its_pictures_make_too_long_is_refused_with_both_counts(
+    release: str, tmp_path: Path
+) -> None:
     async with started(config_of(tmp_path, LLAVA, max_seq_len=32)) as (engine, _):
         with pytest.raises(LimitFault, match=r"has 42 tokens with its media; the context length is 32"):
             await generate(engine, question(LLAVA, [picture(168, 168)]))
@@ -146,7 +150,9 @@ async def test_a_prompt_that_its_pictures_make_too_long_is_refused_with_both_cou
 
 
 @pytest.mark.asyncio
-async def test_the_frontends_hashes_name_the_pictures_where_the_release_takes_them(release: str, tmp_path: Path) -> None:
+async def test_the_frontends_hashes_name_the_pictures_where_the_release_takes_them(
+    release: str, tmp_path: Path
+) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
         await generate(engine, replace(question(LLAVA, [picture()]), media_hashes=("ab" * 8,)))
         inputs = instances()[-1].seen[-1]["inputs"]
@@ -157,12 +163,16 @@ async def test_the_frontends_hashes_name_the_pictures_where_the_release_takes_th
 
 
 @pytest.mark.asyncio
-async def test_options_of_the_processor_reach_it_and_part_the_names_of_what_it_made(release: str, tmp_path: Path) -> None:
+async def test_options_of_the_processor_reach_it_and_part_the_names_of_what_it_made(
+    release: str, tmp_path: Path
+) -> None:
     small = replace(picture(140, 140), options={"max_pixels": 28 * 28 * 4}, digest="small")
     async with started(config_of(tmp_path, QWEN25)) as (engine, info):
         pixels = info.media["image"].options["max_pixels"]
         assert (sorted(info.media["image"].options), pixels.least) == (["max_pixels", "min_pixels"], 28 * 28)
-        plain, fewer = [await generate(engine, question(QWEN25, [each])) for each in (picture(140, 140), small)]
+        plain, fewer = [
+            await generate(engine, question(QWEN25, [each])) for each in (picture(140, 140), small)
+        ]
         assert plain.usage is not None
         assert fewer.usage is not None
         assert plain.usage.prompt_tokens - fewer.usage.prompt_tokens == 25 - 4
@@ -170,7 +180,10 @@ async def test_options_of_the_processor_reach_it_and_part_the_names_of_what_it_m
         if release != "1.2.1":
             assert inputs.multimodal_params.hashes == ["small"]
     async with started(config_of(tmp_path, QWEN25, Role.ENCODE)) as (encoder, _):
-        assert [len((await encoder.encode([each]))[0].token_ids) for each in (picture(140, 140), small)] == [25, 4]
+        assert [len((await encoder.encode([each]))[0].token_ids) for each in (picture(140, 140), small)] == [
+            25,
+            4,
+        ]
     async with started(config_of(tmp_path, LLAVA)) as (_, info):
         assert info.media["image"].options == {}
 
@@ -219,7 +232,9 @@ async def test_a_decode_worker_shows_no_placeholder(release: str, tmp_path: Path
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("architecture", [QWEN25, LLAVA])
-async def test_encoded_apart_gives_what_one_engine_gives(release: str, tmp_path: Path, architecture: str) -> None:
+async def test_encoded_apart_gives_what_one_engine_gives(
+    release: str, tmp_path: Path, architecture: str
+) -> None:
     pictures = [picture(84, 56, 10), picture(56, 112, 20), picture(28, 28, 30)]
     if (release, architecture) == ("1.2.1", LLAVA):
         pictures = pictures[:1]  # this release takes one handle a request for it
@@ -255,7 +270,9 @@ async def test_encoded_pictures_say_how_they_are_laid_out(release: str, tmp_path
 
 
 @pytest.mark.asyncio
-async def test_pictures_of_many_requests_are_under_way_together_up_to_the_batch_size(release: str, tmp_path: Path) -> None:
+async def test_pictures_of_many_requests_are_under_way_together_up_to_the_batch_size(
+    release: str, tmp_path: Path
+) -> None:
     async with started(config_of(tmp_path, LLAVA, Role.ENCODE, max_batch_size=4)) as (engine, _):
         script().step_delay_s = 0.05
         most = 0
@@ -296,11 +313,15 @@ async def test_an_encoder_without_handles_is_an_engine_fault(release: str, tmp_p
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("architecture", ["Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration"]
+)
 async def test_a_model_without_an_encoder_of_its_own_is_refused_in_the_encode_role(
     release: str, tmp_path: Path, architecture: str
 ) -> None:
-    with pytest.raises(StartupError, match=f"cannot encode images of {architecture} in a worker of their own"):
+    with pytest.raises(
+        StartupError, match=f"cannot encode images of {architecture} in a worker of their own"
+    ):
         await TensorRTLLMEngine(config_of(tmp_path, architecture, Role.ENCODE)).start()
 
 
@@ -319,7 +340,9 @@ async def test_llama4_has_an_encode_role_for_embedding_files_only(release: str, 
 
 
 @pytest.mark.asyncio
-async def test_without_the_private_class_encoding_apart_is_refused(release: str, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_without_the_private_class_encoding_apart_is_refused(
+    release: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm._torch.shared_tensor", None)
     assert not private.handles_supported()
     with pytest.raises(EngineFault):
@@ -332,10 +355,14 @@ async def test_without_the_private_class_encoding_apart_is_refused(release: str,
 
 
 @pytest.mark.asyncio
-async def test_embeddings_are_attached_beside_the_rendered_text(release: str, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_embeddings_are_attached_beside_the_rendered_text(
+    release: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(private, "handles_supported", lambda: False)
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
-        adopted = engine.adopt_embeddings("image", "file", {"features": torch.arange(24.0).reshape(3, 8)}, {"source": "file"})
+        adopted = engine.adopt_embeddings(
+            "image", "file", {"features": torch.arange(24.0).reshape(3, 8)}, {"source": "file"}
+        )
         asked = question(LLAVA, [adopted])
         output = await generate(engine, asked)
         assert output.usage is not None
@@ -386,7 +413,9 @@ async def test_pictures_and_embeddings_are_not_mixed(release: str, tmp_path: Pat
 
 def test_the_placeholder_is_what_the_chat_template_writes(tmp_path: Path) -> None:
     path = model_directory(tmp_path, LLAMA4, image_token_index=200092)
-    (path / "tokenizer.json").write_text('{"added_tokens": [{"id": 200090, "content": "<|image|>"}]}', encoding="utf-8")
+    (path / "tokenizer.json").write_text(
+        '{"added_tokens": [{"id": 200090, "content": "<|image|>"}]}', encoding="utf-8"
+    )
     assert describe_model(str(path)).placeholder_id == 200090
 
 
@@ -413,7 +442,9 @@ def test_positions_are_those_of_the_models_own_formula(grids: list[mrope.Grid]) 
         placed.append((len(ids), grid))
         ids += [10] * (grid[0] * grid[1] * grid[2]) + [13, 3]
     ids += [4, 5]
-    holder = type("Holder", (), {"config": config, "get_vision_position_ids": Qwen2VLModel.get_vision_position_ids})()
+    holder = type(
+        "Holder", (), {"config": config, "get_vision_position_ids": Qwen2VLModel.get_vision_position_ids}
+    )()
     thw = torch.tensor([[t, h * 2, w * 2] for t, h, w in grids]) if grids else None
     tensor = torch.tensor([ids])
     kinds = (tensor == 10).int()

@@ -1,8 +1,9 @@
-"""Misusing a rule of TensorRT-LLM makes a named check fail: one mend, or one older rule, is taken back at a time.
+"""Misusing a rule of TensorRT-LLM makes a named check fail:
+one mend, or one older rule, is taken back at a time.
 
 A mutation replaces a function or an attribute of the adapter by one that does it wrong, so it says what the
-adapter would do and not how its source is spelled. Each check passes for the adapter as it is (the audit's tests
-and the first one here), and must fail under its mutation over at least one release.
+adapter would do and not how its source is spelled. Each check passes for the adapter as it is (the audit's
+tests and the first one here), and must fail under its mutation over at least one release.
 """
 
 from __future__ import annotations
@@ -326,7 +327,9 @@ def replaced(holder: Any, name: str, value: Any) -> Callable[[Patch], None]:
 def reader_that(name: str, change: Callable[[Any], Any]) -> Callable[[Patch], None]:
     """`Reader.<name>` with its result changed."""
     original = getattr(results.Reader, name)
-    return lambda patch: patch.setattr(results.Reader, name, lambda self, *args: change(original(self, *args)))
+    return lambda patch: patch.setattr(
+        results.Reader, name, lambda self, *args: change(original(self, *args))
+    )
 
 
 def one_id(helper: Callable[..., int]) -> Callable[[], int]:
@@ -445,7 +448,9 @@ def start_over(original: Any) -> Any:
 
 
 ROWS: dict[str, Mutation] = {
-    "1: one number for node and process": Mutation(replaced(library, "id_maker", one_number), audit.request_ids),
+    "1: one number for node and process": Mutation(
+        replaced(library, "id_maker", one_number), audit.request_ids
+    ),
     "1: one id for all requests": Mutation(
         replaced(library, "id_maker", one_id),
         audit.request_ids,
@@ -473,10 +478,18 @@ ROWS: dict[str, Mutation] = {
         lambda patch: patch.setattr(handoff, "pack_state", refuse_empty(handoff.pack_state)),
         audit.state_without_bytes,
     ),
-    "7: the rendered first token stays": Mutation(replaced(private, "front_of_a_text", lambda llm: ""), audit.one_beginning),
-    "7: token ids for every model": Mutation(replaced(private, "takes_ids_beside_images", lambda llm: True), audit.one_beginning),
-    "8: no processor arguments": Mutation(changed_inputs(without("mm_processor_kwargs")), audit.processor_arguments),
-    "9: ignore_eos is passed on": Mutation(changed_params(ignore_the_end), audit.stop_tokens_under_ignore_eos),
+    "7: the rendered first token stays": Mutation(
+        replaced(private, "front_of_a_text", lambda llm: ""), audit.one_beginning
+    ),
+    "7: token ids for every model": Mutation(
+        replaced(private, "takes_ids_beside_images", lambda llm: True), audit.one_beginning
+    ),
+    "8: no processor arguments": Mutation(
+        changed_inputs(without("mm_processor_kwargs")), audit.processor_arguments
+    ),
+    "9: ignore_eos is passed on": Mutation(
+        changed_params(ignore_the_end), audit.stop_tokens_under_ignore_eos
+    ),
     "9: the length wins over a stop token": Mutation(
         replaced(sampling, "end_at", lambda *_: None), audit.a_stop_token_at_the_limit
     ),
@@ -490,9 +503,13 @@ ROWS: dict[str, Mutation] = {
     "10: the engine forgets what it is told": Mutation(
         replaced(TensorRTLLMEngine, "abandon", forgotten), audit.nothing_stays_held
     ),
-    "11: nobody listens": Mutation(replaced(Health, "cause_of_death", lambda self: None), audit.idle_death_is_found),
+    "11: nobody listens": Mutation(
+        replaced(Health, "cause_of_death", lambda self: None), audit.idle_death_is_found
+    ),
     "11: nobody asks": Mutation(nobody_asks, audit.death_is_asked_for),
-    "12: a batch is read at once": Mutation(replaced(ImageEncoder, "encode", encode_by_generate), audit.images_end_alone),
+    "12: a batch is read at once": Mutation(
+        replaced(ImageEncoder, "encode", encode_by_generate), audit.images_end_alone
+    ),
     "12: handles of a caller that left stay closed": Mutation(
         replaced(ImageEncoder, "_take", lambda self, image, output: None), audit.images_end_alone
     ),
@@ -500,7 +517,9 @@ ROWS: dict[str, Mutation] = {
         lambda patch: patch.setattr(events.KvEvents, "take", unsalted(events.KvEvents.take)),
         audit.salted_blocks,
     ),
-    "14: scheduling parameters in one place": Mutation(changed_library(scheduling_params=None), audit.ranks_are_told),
+    "14: scheduling parameters in one place": Mutation(
+        changed_library(scheduling_params=None), audit.ranks_are_told
+    ),
     "15: the model is loaded on another thread": Mutation(
         lambda patch: patch.setattr(starting, "construct", on_a_thread(starting.construct)), audit.main_thread
     ),
@@ -532,7 +551,9 @@ OLDER: dict[str, Mutation] = {
     "max_tokens keeps the library's default": Mutation(
         changed_params(lambda params: setattr(params, "max_tokens", 32)), streaming_in_deltas
     ),
-    "the library detokenizes": Mutation(changed_params(lambda params: setattr(params, "detokenize", True)), streaming_in_deltas),
+    "the library detokenizes": Mutation(
+        changed_params(lambda params: setattr(params, "detokenize", True)), streaming_in_deltas
+    ),
     "end_id is left to a tokenizer that is not there": Mutation(
         changed_params(lambda params: setattr(params, "end_id", None)), end_tokens
     ),
@@ -544,7 +565,9 @@ OLDER: dict[str, Mutation] = {
         changed_library(generate_parameters=frozenset({"cache_salt", "trace_headers", "priority"})),
         options_by_release,
     ),
-    "a grammar is given as something else": Mutation(changed_request(guided=GuidedDecoding(regex="a")), options_by_release),
+    "a grammar is given as something else": Mutation(
+        changed_request(guided=GuidedDecoding(regex="a")), options_by_release
+    ),
     "leaving does not abort": Mutation(replaced(streams, "abort", lambda result: None), leaving_aborts),
     "decode is aborted at once": Mutation(
         lambda patch: patch.setattr(
@@ -569,7 +592,9 @@ OLDER: dict[str, Mutation] = {
         a_refusal_is_the_clients,
     ),
     "opaque state stays bytes": Mutation(
-        changed_state(lambda s: EngineState({**s.meta, "params": {**s.meta["params"], "opaque_state": b"x"}}, s.tensors)),
+        changed_state(
+            lambda s: EngineState({**s.meta, "params": {**s.meta["params"], "opaque_state": b"x"}}, s.tensors)
+        ),
         text_over_both_halves,
     ),
     "decode asks for a context": Mutation(
@@ -585,17 +610,27 @@ OLDER: dict[str, Mutation] = {
         changed_library(logprob=lambda logprob, rank: (logprob, rank)), logprobs_over_both_halves
     ),
     "fields of another release are set": Mutation(
-        changed_library(disaggregated_fields=frozenset({"opaque_state", "first_gen_tokens", "ctx_request_id", "new_field"})),
+        changed_library(
+            disaggregated_fields=frozenset(
+                {"opaque_state", "first_gen_tokens", "ctx_request_id", "new_field"}
+            )
+        ),
         fields_of_another_release,
     ),
     "handles reach decode": Mutation(
         lambda patch: patch.setattr(handoff, "_NOT_SENT", frozenset({"request_type"})),
         fields_of_another_release,
     ),
-    "positions stay behind": Mutation(changed_state(lambda state: EngineState(state.meta, {})), pictures_over_both_halves),
-    "decode makes no handles of positions": Mutation(changed_decode_params(drop_mrope), pictures_over_both_halves),
+    "positions stay behind": Mutation(
+        changed_state(lambda state: EngineState(state.meta, {})), pictures_over_both_halves
+    ),
+    "decode makes no handles of positions": Mutation(
+        changed_decode_params(drop_mrope), pictures_over_both_halves
+    ),
     "usage counts placeholders": Mutation(
-        replaced(results.Reader, "_usage", lambda self, n: results.Usage(len(self._request.prompt.token_ids), n)),
+        replaced(
+            results.Reader, "_usage", lambda self, n: results.Usage(len(self._request.prompt.token_ids), n)
+        ),
         usage_counts_expanded_pictures,
     ),
     "embeddings are a bare list": Mutation(changed_inputs(as_client_reads), audit.dictionary_of_llama4),
@@ -603,7 +638,9 @@ OLDER: dict[str, Mutation] = {
     "encoded images come without positions": Mutation(
         changed_inputs(
             lambda built: (
-                built._replace(disaggregated={k: v for k, v in built.disaggregated.items() if "mrope" not in k})
+                built._replace(
+                    disaggregated={k: v for k, v in built.disaggregated.items() if "mrope" not in k}
+                )
                 if built.disaggregated
                 else built
             )
@@ -630,7 +667,11 @@ OLDER: dict[str, Mutation] = {
     ),
     "lower case stays": Mutation(
         changed_arguments(
-            lambda args: args["cache_transceiver_config"].update(backend="nixl") if "cache_transceiver_config" in args else None
+            lambda args: (
+                args["cache_transceiver_config"].update(backend="nixl")
+                if "cache_transceiver_config" in args
+                else None
+            )
         ),
         arguments_by_release,
     ),
@@ -640,7 +681,9 @@ OLDER: dict[str, Mutation] = {
     "no buffer for events": Mutation(
         changed_arguments(lambda args: args["kv_cache_config"].pop("event_buffer_max_size", None)), kv_events
     ),
-    "events end at the first timeout": Mutation(lambda patch: patch.setattr(events, "follow", once(events.follow)), kv_events),
+    "events end at the first timeout": Mutation(
+        lambda patch: patch.setattr(events, "follow", once(events.follow)), kv_events
+    ),
     "every attention window is told": Mutation(
         lambda patch: patch.setattr(events.KvEvents, "take", of_any_window(events.KvEvents.take)), kv_events
     ),
@@ -693,7 +736,9 @@ async def fails(check: Check, place: Place) -> bool:
     return False
 
 
-CHECKS = sorted({m.check for m in OLDER.values()} - {m.check for m in ROWS.values()}, key=lambda c: c.__name__)
+CHECKS = sorted(
+    {m.check for m in OLDER.values()} - {m.check for m in ROWS.values()}, key=lambda c: c.__name__
+)
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,5 @@
-"""Sounds in the portable engine: prompts and spectrograms are those of Transformers' processor, tokens those of `generate`."""
+"""Sounds in the portable engine: prompts and spectrograms are those of Transformers' processor,
+tokens those of `generate`."""
 
 from __future__ import annotations
 
@@ -175,7 +176,9 @@ def _as_it_arrives(item: Any) -> EncodedMedia:
 
 
 @pytest.mark.asyncio
-async def test_a_long_prompt_with_sounds_in_chunks_gives_what_it_gives_in_one(saved: tuple[Path, Any]) -> None:
+async def test_a_long_prompt_with_sounds_in_chunks_gives_what_it_gives_in_one(
+    saved: tuple[Path, Any],
+) -> None:
     directory, reference = saved
     engine = make_tiny_engine(directory, FAMILY, max_num_tokens=16)
     await engine.start()

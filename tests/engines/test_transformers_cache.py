@@ -1,4 +1,5 @@
-"""The batch cache against a list of lists: whatever joins, leaves and grows, each row sees its own tokens, in order."""
+"""The batch cache against a list of lists: whatever joins, leaves and grows,
+each row sees its own tokens, in order."""
 
 from __future__ import annotations
 
@@ -116,10 +117,16 @@ def test_prompt_masks_let_the_tokens_of_an_image_see_one_another() -> None:
 
 @pytest.mark.parametrize(("queries", "softcap"), [(1, None), (5, None), (5, 2.0), (1, 2.0)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_grouped_attention_is_plain_attention_with_repeated_heads(queries: int, softcap: float | None, masked: bool) -> None:
+def test_grouped_attention_is_plain_attention_with_repeated_heads(
+    queries: int, softcap: float | None, masked: bool
+) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 6, queries, 8), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 4)
-    mask = torch.where(torch.rand(2, 1, queries, 5) < 0.3, torch.finfo(torch.float32).min, 0.0) if masked else None
+    mask = (
+        torch.where(torch.rand(2, 1, queries, 5) < 0.3, torch.finfo(torch.float32).min, 0.0)
+        if masked
+        else None
+    )
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     if mask is not None:

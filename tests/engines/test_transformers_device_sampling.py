@@ -107,8 +107,12 @@ def test_penalties_follow_the_tokens_that_the_device_chose() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2, "presence_penalty": 1.0}])
-def test_a_row_that_is_not_finite_is_told_apart_and_its_token_is_still_an_id(bad: float, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2, "presence_penalty": 1.0}]
+)
+def test_a_row_that_is_not_finite_is_told_apart_and_its_token_is_still_an_id(
+    bad: float, sampling: dict[str, Any]
+) -> None:
     sequences = [_sequence(0, (3,), **sampling) for _ in range(3)]
     choices = [s.choice for s in sequences]
     table, kind = _table(sequences), Kind.of(choices, VOCABULARY)

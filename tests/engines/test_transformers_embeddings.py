@@ -1,4 +1,5 @@
-"""Embeddings that come from elsewhere: what the portable engine adopts and refuses, and that they answer like their picture."""
+"""Embeddings that come from elsewhere: what the portable engine adopts and refuses,
+and that they answer like their picture."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ async def test_the_embeddings_of_a_picture_give_the_answer_of_the_picture(subjec
     answers = []
     for item in (subject.encoded, adopted):
         ids, media = place(IDS, [item], IDS)
-        answers.append((await generate(subject.engine, request(ids, media=media, max_tokens=12, ignore_eos=True))).token_ids)
+        answers.append(
+            (
+                await generate(subject.engine, request(ids, media=media, max_tokens=12, ignore_eos=True))
+            ).token_ids
+        )
     assert answers[0] == answers[1]
 
 
@@ -114,7 +119,9 @@ async def test_embeddings_that_do_not_fit_are_refused_in_words(
 
 @pytest.mark.asyncio
 async def test_a_square_needs_no_grid(qwen: TransformersEngine) -> None:
-    adopted = qwen.adopt_embeddings("image", "file", {"features": torch.zeros(9, HIDDEN, dtype=torch.bfloat16)}, {})
+    adopted = qwen.adopt_embeddings(
+        "image", "file", {"features": torch.zeros(9, HIDDEN, dtype=torch.bfloat16)}, {}
+    )
     assert adopted.extras == {"image_grid_thw": [1, 6, 6]}
     assert len(adopted.token_ids) == 9
     assert adopted.tensors["features"].dtype == torch.float32
@@ -124,7 +131,9 @@ async def test_a_square_needs_no_grid(qwen: TransformersEngine) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("family", ["llava", "gemma3"])
-async def test_models_with_one_image_size_take_no_other_number_of_rows(directories: dict[str, Path], family: str) -> None:
+async def test_models_with_one_image_size_take_no_other_number_of_rows(
+    directories: dict[str, Path], family: str
+) -> None:
     subject = await _subject(directories, family)
     try:
         with pytest.raises(ClientFault, match="4 rows of embeddings per image, not 5"):
@@ -140,7 +149,9 @@ async def test_rows_with_breaks_need_the_size_of_the_image(directories: dict[str
         with pytest.raises(ClientFault, match="image_sizes"):
             subject.engine.adopt_embeddings("image", "file", {"features": torch.zeros(6, HIDDEN)}, {})
         sizes = {"image_sizes": [56, 84]}
-        adopted = subject.engine.adopt_embeddings("image", "file", {"features": torch.zeros(6, HIDDEN)}, sizes)
+        adopted = subject.engine.adopt_embeddings(
+            "image", "file", {"features": torch.zeros(6, HIDDEN)}, sizes
+        )
         assert adopted.token_ids == (7, 7, 7, 11, 7, 7, 7, 10)
     finally:
         await subject.engine.close()

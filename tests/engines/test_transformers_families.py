@@ -1,4 +1,5 @@
-"""Every family of the portable engine against Transformers' own `generate`, from a saved directory with a tiny random model."""
+"""Every family of the portable engine against Transformers' own `generate`,
+from a saved directory with a tiny random model."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Subject:
     def takes_images(self) -> bool:
         return "image" in self.info.media
 
-    async def prompt(self, turns: Sequence[tuple[Sequence[int], Sequence[Image.Image]]]) -> tuple[list[int], list[PlacedMedia]]:
+    async def prompt(
+        self, turns: Sequence[tuple[Sequence[int], Sequence[Image.Image]]]
+    ) -> tuple[list[int], list[PlacedMedia]]:
         """Turns of text and images, one text token between two images, expanded as a worker does it."""
         ids, media = [1], []
         for text, images in turns:
@@ -53,7 +56,9 @@ class Subject:
             ids += text
         return ids, media
 
-    def expected(self, ids: Sequence[int], images: Sequence[Image.Image], count: int = OUTPUT_TOKENS) -> list[int]:
+    def expected(
+        self, ids: Sequence[int], images: Sequence[Image.Image], count: int = OUTPUT_TOKENS
+    ) -> list[int]:
         return reference_tokens(self.reference, self.processor, self.family, ids, images, count)
 
 
@@ -79,18 +84,27 @@ def _text(seed: int, length: int) -> list[int]:
 
 
 async def _mixed_requests(subject: Subject, count: int) -> tuple[list[EngineRequest], list[list[int]]]:
-    """Requests of different length with none to two images of different sizes, and what `generate` answers to each."""
+    """Requests of different length with none to two images of different sizes,
+    and what `generate` answers to each."""
     requests, expected = [], []
     for k in range(count):
-        images = [noise_image(100 * k + j, *SIZES[(k + j) % len(SIZES)]) for j in range(k % 3)] if subject.takes_images else []
+        images = (
+            [noise_image(100 * k + j, *SIZES[(k + j) % len(SIZES)]) for j in range(k % 3)]
+            if subject.takes_images
+            else []
+        )
         ids, media = await subject.prompt([(_text(k, 3 + (5 * k) % 37), images)])
-        requests.append(request(ids, media=media, request_id=str(k), max_tokens=OUTPUT_TOKENS, ignore_eos=True))
+        requests.append(
+            request(ids, media=media, request_id=str(k), max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        )
         expected.append(subject.expected(ids, images))
     return requests, expected
 
 
 @pytest.mark.asyncio
-async def test_sixteen_requests_at_once_get_the_tokens_that_generate_gives_each_alone(subject: Subject) -> None:
+async def test_sixteen_requests_at_once_get_the_tokens_that_generate_gives_each_alone(
+    subject: Subject,
+) -> None:
     requests, expected = await _mixed_requests(subject, 16)
     outputs = await asyncio.gather(*(generate(subject.engine, each) for each in requests))
     assert [o.token_ids for o in outputs] == expected
@@ -107,7 +121,9 @@ async def test_end_of_sequence_ends_the_output_where_generate_ends(subject: Subj
     subject.reference.generation_config.eos_token_id = eos
     ended = subject.expected(ids, [])
     subject.reference.generation_config.eos_token_id = None
-    output = await generate(subject.engine, request(ids, max_tokens=OUTPUT_TOKENS, eos_token_ids=frozenset({eos})))
+    output = await generate(
+        subject.engine, request(ids, max_tokens=OUTPUT_TOKENS, eos_token_ids=frozenset({eos}))
+    )
     assert [*output.token_ids, eos] == ended
     assert output.finish == "eos"
     assert output.usage is not None
@@ -115,8 +131,12 @@ async def test_end_of_sequence_ends_the_output_where_generate_ends(subject: Subj
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 11, "frequency_penalty": 0.3}])
-async def test_prefill_and_decode_give_tokens_logprobs_and_usage_of_generate(subject: Subject, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9, "top_p": 0.95, "seed": 11, "frequency_penalty": 0.3}]
+)
+async def test_prefill_and_decode_give_tokens_logprobs_and_usage_of_generate(
+    subject: Subject, sampling: dict[str, Any]
+) -> None:
     images = [noise_image(7, 84, 56)] if subject.takes_images else []
     ids, media = await subject.prompt([(_text(60, 6), images), (_text(61, 4), [])])
     asked = request(ids, media=media, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=3, **sampling)
@@ -138,7 +158,9 @@ async def test_a_long_prompt_in_chunks_gives_what_it_gives_in_one(saved: tuple[s
     engine = make_tiny_engine(directory, family, max_num_tokens=16)
     info = await engine.start()
     try:
-        subject = Subject(family, engine, info, reference, engine._loaded.processor if engine._loaded else None)
+        subject = Subject(
+            family, engine, info, reference, engine._loaded.processor if engine._loaded else None
+        )
         images = [noise_image(9, 112, 84), noise_image(10, 56, 56)] if subject.takes_images else []
         ids, media = await subject.prompt([(_text(70, 21), images), (_text(71, 30), [])])
         other, _ = await subject.prompt([(_text(72, 5), [])])
@@ -159,12 +181,16 @@ async def test_images_of_earlier_turns_are_seen_where_they_stand(subject: Subjec
         return
     first, second = noise_image(20, 56, 112), noise_image(21, 112, 56)
     ids, media = await subject.prompt([(_text(80, 5), [first]), (_text(81, 8), []), (_text(82, 3), [second])])
-    output = await generate(subject.engine, request(ids, media=media, max_tokens=OUTPUT_TOKENS, ignore_eos=True))
+    output = await generate(
+        subject.engine, request(ids, media=media, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    )
     assert output.token_ids == subject.expected(ids, [first, second])
 
 
 @pytest.mark.asyncio
-async def test_an_image_takes_the_tokens_that_were_foretold_and_is_the_same_in_any_batch(subject: Subject) -> None:
+async def test_an_image_takes_the_tokens_that_were_foretold_and_is_the_same_in_any_batch(
+    subject: Subject,
+) -> None:
     if not subject.takes_images:
         assert "image" not in subject.info.media
         return
@@ -172,8 +198,13 @@ async def test_an_image_takes_the_tokens_that_were_foretold_and_is_the_same_in_a
     together = await asyncio.gather(*(subject.engine.encode([image]) for image in images))
     for image, (encoded,) in zip(images, together, strict=True):
         (alone,) = await subject.engine.encode([image])
-        assert len(encoded.token_ids) == subject.engine.media_tokens(MediaShape("image", image.image.size), {})
-        assert encoded.token_ids.count(subject.info.extras["image_token_id"]) == encoded.tensors["features"].shape[0]
+        assert len(encoded.token_ids) == subject.engine.media_tokens(
+            MediaShape("image", image.image.size), {}
+        )
+        assert (
+            encoded.token_ids.count(subject.info.extras["image_token_id"])
+            == encoded.tensors["features"].shape[0]
+        )
         assert encoded.digest == image.digest
         for name, tensor in alone.tensors.items():
             torch.testing.assert_close(encoded.tensors[name], tensor, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,5 @@
-"""Guided decoding on the portable engine: answers that follow a JSON schema, a regular expression, a grammar or a choice."""
+"""Guided decoding on the portable engine: answers that follow a JSON schema,
+a regular expression, a grammar or a choice."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ TOO_COMPLEX = "guided decoding: the regex is too complex; make its repetitions o
 
 def is_thing(text: str) -> bool:
     thing = json.loads(text)
-    return list(thing) == ["colour", "sides", "big"] and thing["colour"] in COLOURS and thing["sides"] in range(3, 9)
+    return (
+        list(thing) == ["colour", "sides", "big"]
+        and thing["colour"] in COLOURS
+        and thing["sides"] in range(3, 9)
+    )
 
 
 def is_tree(text: str) -> bool:
@@ -70,17 +75,24 @@ CASES: dict[str, tuple[GuidedDecoding, Callable[[str], Any]]] = {
     "recursive schema": (GuidedDecoding(json=TREE), is_tree),
     "any object": (GuidedDecoding(json_object=True), lambda text: isinstance(json.loads(text), dict)),
     "regex": (GuidedDecoding(regex=r"[A-F]{4}-\d{2}(é|😀)"), re.compile(r"[A-F]{4}-\d{2}(é|😀)").fullmatch),
-    "grammar": (GuidedDecoding(grammar='root ::= "<" [a-c]+ ">" ("!" | "?")'), re.compile("<[a-c]+>[!?]").fullmatch),
+    "grammar": (
+        GuidedDecoding(grammar='root ::= "<" [a-c]+ ">" ("!" | "?")'),
+        re.compile("<[a-c]+>[!?]").fullmatch,
+    ),
     "choice": (GuidedDecoding(choice=WORDS), WORDS.__contains__),
     "choice of one": (GuidedDecoding(choice=("a purple cross",)), "a purple cross".__eq__),
 }
 
 
 @pytest_asyncio.fixture(params=["eager", "static"])
-async def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TransformersEngine]:
+async def engine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TransformersEngine]:
     """The demo model's engine, decoding as on a CPU and as CUDA graphs record it."""
     static = request.param == "static"
-    monkeypatch.setattr("dynamo.trtllm.engines.transformers.engine.decodes_in_graphs", lambda loaded, options: static)
+    monkeypatch.setattr(
+        "dynamo.trtllm.engines.transformers.engine.decodes_in_graphs", lambda loaded, options: static
+    )
     engine = TransformersEngine(EngineConfig(model_path=str(MODEL_DIR)))
     await engine.start()
     yield engine
@@ -110,8 +122,13 @@ async def test_answers_follow_their_grammar_whole_and_handed_over(engine: Transf
 
 
 @pytest.mark.asyncio
-async def test_requests_beside_a_guided_one_get_the_tokens_that_they_get_alone(engine: TransformersEngine) -> None:
-    plain = [ask(None, max_tokens=40, ignore_eos=True), ask(None, max_tokens=25, temperature=1.0, seed=3, ignore_eos=True)]
+async def test_requests_beside_a_guided_one_get_the_tokens_that_they_get_alone(
+    engine: TransformersEngine,
+) -> None:
+    plain = [
+        ask(None, max_tokens=40, ignore_eos=True),
+        ask(None, max_tokens=25, temperature=1.0, seed=3, ignore_eos=True),
+    ]
     guided = [ask(each) for each, _ in CASES.values()]
     alone = [(await generate(engine, each)).token_ids for each in [*plain, *guided]]
     together = await asyncio.gather(*(generate(engine, each) for each in [*plain, *guided]))
@@ -124,7 +141,9 @@ async def test_a_complete_answer_ends_whatever_else_is_asked(engine: Transformer
     assert await text_of(engine, ask(choice, ignore_eos=True)) in ("a star", "a cross and a circle")
     assert await text_of(engine, ask(GuidedDecoding(choice=("a star",)), min_tokens=30)) == "a star"
     repeated = GuidedDecoding(regex="(ab){1,20}")
-    assert len((await generate(engine, ask(repeated, min_tokens=12, temperature=2.0, seed=1))).token_ids) >= 12
+    assert (
+        len((await generate(engine, ask(repeated, min_tokens=12, temperature=2.0, seed=1))).token_ids) >= 12
+    )
     cut = await generate(engine, ask(GuidedDecoding(regex="x{50}"), max_tokens=3))
     assert (cut.finish, set(TOKENIZER.decode(cut.token_ids))) == ("length", {"x"})
 
@@ -139,12 +158,16 @@ async def test_log_probabilities_stay_the_models_own(engine: TransformersEngine)
 
 
 @pytest.mark.asyncio
-async def test_a_first_token_that_the_grammar_does_not_allow_fails_that_request_alone(engine: TransformersEngine) -> None:
+async def test_a_first_token_that_the_grammar_does_not_allow_fails_that_request_alone(
+    engine: TransformersEngine,
+) -> None:
     free = ask(None, max_tokens=20)
     prefilled = await engine.prefill(free)
     assert prefilled.state is not None
     other = asyncio.create_task(generate(engine, ask(None, max_tokens=60, ignore_eos=True)))
-    held = replace(free, prompt=Prompt(IDS), sampling=replace(free.sampling, guided=GuidedDecoding(choice=("zz",))))
+    held = replace(
+        free, prompt=Prompt(IDS), sampling=replace(free.sampling, guided=GuidedDecoding(choice=("zz",)))
+    )
     async with aclosing(engine.decode(held, prefilled.first, prefilled.state)) as steps:
         with pytest.raises(EngineFault, match="does not allow"):
             await anext(steps)
@@ -152,11 +175,17 @@ async def test_a_first_token_that_the_grammar_does_not_allow_fails_that_request_
 
 
 REFUSED: list[tuple[GuidedDecoding, str]] = [
-    (GuidedDecoding(json={"type": "object", "properties": {"a": {"not": {}}}}), "JSON schema uses what is not supported: not"),
+    (
+        GuidedDecoding(json={"type": "object", "properties": {"a": {"not": {}}}}),
+        "JSON schema uses what is not supported: not",
+    ),
     (GuidedDecoding(json={"type": "array", "uniqueItems": True}), "uses what is not supported: uniqueItems"),
     (GuidedDecoding(json={"type": "string", "format": "weird"}), "uses what is not supported: format, weird"),
     (GuidedDecoding(json={"$ref": "http://127.0.0.1:1/schema"}), "the JSON schema"),
-    (GuidedDecoding(json={"type": "integer", "minimum": 3, "maximum": 1}), "nothing can satisfy the JSON schema"),
+    (
+        GuidedDecoding(json={"type": "integer", "minimum": 3, "maximum": 1}),
+        "nothing can satisfy the JSON schema",
+    ),
     (GuidedDecoding(json=[1]), "a JSON schema must be an object"),
     (GuidedDecoding(json="{"), "the JSON schema cannot be read"),
     (GuidedDecoding(json="[" * 100_000), "the JSON schema cannot be read"),
@@ -183,7 +212,9 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients_fault_in_our_words(
     with pytest.raises(ClientFault) as caught:
         grammars.compile(guided)
     assert words in str(caught.value)
-    assert not any(word in str(caught.value) for word in ("Error", "lexer", "127.0.0.1", "\n", "Unimplemented", "Tokens"))
+    assert not any(
+        word in str(caught.value) for word in ("Error", "lexer", "127.0.0.1", "\n", "Unimplemented", "Tokens")
+    )
 
 
 def test_a_tokenizer_that_grammars_cannot_use_is_said() -> None:

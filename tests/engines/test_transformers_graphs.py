@@ -24,7 +24,15 @@ from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.static_cache import StaticCache
 from dynamo.trtllm.errors import EngineDead, EngineFault
 from engines.contract import Output, generate, place, request, split
-from engines.families import MULTIMODAL, TEXT, WITH_IMAGES, make_tiny_engine, noise_image, reference_model, save_tiny_model
+from engines.families import (
+    MULTIMODAL,
+    TEXT,
+    WITH_IMAGES,
+    make_tiny_engine,
+    noise_image,
+    reference_model,
+    save_tiny_model,
+)
 
 Start = Callable[..., Awaitable[TransformersEngine]]
 IDS = tuple(range(21, 33))
@@ -48,7 +56,9 @@ async def start(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPa
     engines: list[TransformersEngine] = []
 
     async def start(family: str = "llama", static: bool = True, **args: Any) -> TransformersEngine:
-        monkeypatch.setattr("dynamo.trtllm.engines.transformers.engine.decodes_in_graphs", lambda loaded, options: static)
+        monkeypatch.setattr(
+            "dynamo.trtllm.engines.transformers.engine.decodes_in_graphs", lambda loaded, options: static
+        )
         engines.append(make_tiny_engine(directories(family), family, **args))
         await engines[-1].start()
         return engines[-1]
@@ -69,17 +79,23 @@ async def _asked(engine: TransformersEngine, family: str) -> list[EngineRequest]
     ]
     images = []
     if family in WITH_IMAGES:
-        images = await engine.encode([DecodedImage(str(i), noise_image(i, 56, 56)) for i in range(len(sampling))])
+        images = await engine.encode(
+            [DecodedImage(str(i), noise_image(i, 56, 56)) for i in range(len(sampling))]
+        )
     asked = []
     for i, each in enumerate(sampling):
         ids, media = place(IDS[: 3 + i], images[i : i + 1], IDS)
-        asked.append(request(ids, media=media, request_id=str(i), max_tokens=24 + 3 * i, ignore_eos=True, **each))
+        asked.append(
+            request(ids, media=media, request_id=str(i), max_tokens=24 + 3 * i, ignore_eos=True, **each)
+        )
     return asked
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("family", [*MULTIMODAL, *TEXT])
-async def test_every_family_gives_the_tokens_and_log_probabilities_of_plain_decoding(start: Start, family: str) -> None:
+async def test_every_family_gives_the_tokens_and_log_probabilities_of_plain_decoding(
+    start: Start, family: str
+) -> None:
     plain, static = await start(family, static=False), await start(family)
     asked = await _asked(plain, family)
     expected = [await generate(plain, each) for each in asked]
@@ -90,7 +106,9 @@ async def test_every_family_gives_the_tokens_and_log_probabilities_of_plain_deco
         assert [(o.finish, o.usage) for o in outputs] == [(o.finish, o.usage) for o in expected]
         for ours, theirs in zip(outputs, expected, strict=True):
             assert [p.chosen.rank for p in ours.logprobs] == [p.chosen.rank for p in theirs.logprobs]
-            assert [[t.token_id for t in p.top] for p in ours.logprobs] == [[t.token_id for t in p.top] for p in theirs.logprobs]
+            assert [[t.token_id for t in p.top] for p in ours.logprobs] == [
+                [t.token_id for t in p.top] for p in theirs.logprobs
+            ]
             values = [p.chosen.logprob for p in theirs.logprobs]
             assert [p.chosen.logprob for p in ours.logprobs] == pytest.approx(values, abs=1e-4)
 
@@ -104,7 +122,9 @@ async def test_requests_that_join_and_leave_at_any_time_get_the_tokens_that_they
     for i in range(24):
         ids = tuple(chance.choices(range(20, 190), k=chance.choice([2, 30, 240, 270])))
         sampling = {"temperature": 1.0, "seed": i} if i % 2 else {}
-        asked.append(request(ids, request_id=str(i), max_tokens=chance.randrange(1, 40), ignore_eos=True, **sampling))
+        asked.append(
+            request(ids, request_id=str(i), max_tokens=chance.randrange(1, 40), ignore_eos=True, **sampling)
+        )
     expected = [await generate(plain, each) for each in asked]
     static = await start(max_batch_size=6)
 
@@ -153,7 +173,9 @@ async def test_a_stream_that_is_closed_leaves_the_others_their_tokens(start: Sta
 
 
 @pytest.mark.asyncio
-async def test_logits_that_are_not_finite_fail_their_request_and_no_other(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logits_that_are_not_finite_fail_their_request_and_no_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = await start()
     asked = [request((40 + i, 50, 51), max_tokens=9, ignore_eos=True) for i in range(3)]
     alone = [await generate(engine, each) for each in asked]

@@ -21,7 +21,11 @@ from engines.families import make_tiny_engine, save_tiny_model, text_config
 
 def _engine(directory: Path, modality: Modality = Modality.TEXT, **fields: Any) -> TransformersEngine:
     config = EngineConfig(
-        kind=EngineKind.TRANSFORMERS, model_path=str(directory), modality=modality, device="cpu", torch_threads=1
+        kind=EngineKind.TRANSFORMERS,
+        model_path=str(directory),
+        modality=modality,
+        device="cpu",
+        torch_threads=1,
     )
     return TransformersEngine(EngineConfig(**{**vars(config), **fields}))
 
@@ -36,7 +40,9 @@ async def _refusal(engine: TransformersEngine) -> str:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("modality", list(Modality))
 @pytest.mark.parametrize("name", ["Llama4", "Qwen3_5", "Mllama"])
-async def test_multimodal_models_outside_the_table_are_refused_by_name(tmp_path: Path, name: str, modality: Modality) -> None:
+async def test_multimodal_models_outside_the_table_are_refused_by_name(
+    tmp_path: Path, name: str, modality: Modality
+) -> None:
     settings = getattr(tf, f"{name}Config")()
     settings.architectures = [f"{name}ForConditionalGeneration"]
     settings.save_pretrained(tmp_path)
@@ -87,7 +93,9 @@ async def test_a_multimodal_model_serves_text_alone_when_asked_to(tmp_path: Path
 @pytest.mark.asyncio
 async def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     assert "configuration cannot be read" in await _refusal(_engine(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", "architectures": ["UnheardOf"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "unheard_of", "architectures": ["UnheardOf"]})
+    )
     assert (await _refusal(_engine(tmp_path))).startswith("UnheardOf is not supported")
     tf.LlamaConfig(**text_config()).save_pretrained(tmp_path)
     assert "weights cannot be loaded" in await _refusal(_engine(tmp_path))
@@ -98,17 +106,26 @@ async def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     ("key", "value"),
     [("max_position_embeddings", "x"), ("layer_types", 5), ("rope_scaling", "x"), ("quantization_config", 5)],
 )
-async def test_a_configuration_with_a_value_of_a_wrong_kind_is_refused(key: str, value: object, tmp_path: Path) -> None:
+async def test_a_configuration_with_a_value_of_a_wrong_kind_is_refused(
+    key: str, value: object, tmp_path: Path
+) -> None:
     save_tiny_model("llama", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    assert (await _refusal(_engine(tmp_path))).startswith("LlamaForCausalLM is not supported by the portable engine")
+    assert (await _refusal(_engine(tmp_path))).startswith(
+        "LlamaForCausalLM is not supported by the portable engine"
+    )
 
 
 @pytest.mark.asyncio
 async def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:
     save_tiny_model("qwen2_vl", tmp_path)
-    for file in ("preprocessor_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for file in (
+        "preprocessor_config.json",
+        "processor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         (tmp_path / file).unlink(missing_ok=True)
     message = await _refusal(_engine(tmp_path, Modality.MULTIMODAL))
     assert "processor" in message
@@ -124,7 +141,12 @@ async def test_more_context_than_the_model_has_positions_is_refused(tmp_path: Pa
 
 @pytest.mark.asyncio
 async def test_length_dependent_positions_are_served_up_to_their_original_length(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 256}
+    rope = {
+        "rope_type": "dynamic",
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 256,
+    }
     tf.LlamaForCausalLM(tf.LlamaConfig(**text_config(rope_parameters=rope))).save_pretrained(tmp_path)
     engine = _engine(tmp_path)
     assert (await engine.start()).context_length == 256
@@ -146,7 +168,11 @@ async def test_the_facts_of_a_started_engine(tmp_path: Path) -> None:
     image = info.media["image"]
     assert (image.placeholder_id, info.hidden_size) == (7, 64)
     assert (image.encodes, image.takes_encoded, image.takes_files) == (True, True, True)
-    assert (info.extras["dtype"], info.extras["device"], info.extras["family"]) == ("bfloat16", "cpu", "Qwen2-VL")
+    assert (info.extras["dtype"], info.extras["device"], info.extras["family"]) == (
+        "bfloat16",
+        "cpu",
+        "Qwen2-VL",
+    )
     assert torch.get_num_threads() == 1
     await engine.close()
 
@@ -169,14 +195,20 @@ def test_engine_arguments_that_cannot_be_kept_end_the_start(args: dict[str, Any]
 
 
 def test_arguments_of_other_engines_are_ignored_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    args: dict[str, Any] = {"backend": "pytorch", "max_batch_size": 3, "cuda_graph_config": {"enable_padding": True}}
+    args: dict[str, Any] = {
+        "backend": "pytorch",
+        "max_batch_size": 3,
+        "cuda_graph_config": {"enable_padding": True},
+    }
     args |= {"guided_decoding_backend": "xgrammar", "kv_cache_config": {"enable_block_reuse": True}}
     with caplog.at_level(logging.INFO):
         options = parse_options({**args, "tensor_parallel_size": 1, "max_seq_len": None})
     assert options.max_batch_size == 3
     assert options.max_seq_len is None
     (line,) = [r.getMessage() for r in caplog.records]
-    assert line.endswith("guided_decoding_backend, kv_cache_config.enable_block_reuse, cuda_graph_config.enable_padding")
+    assert line.endswith(
+        "guided_decoding_backend, kv_cache_config.enable_block_reuse, cuda_graph_config.enable_padding"
+    )
 
 
 def test_cuda_graphs_are_asked_for_unless_their_section_is_null() -> None:

@@ -1,4 +1,5 @@
-"""`mm_processor_kwargs` on the portable engine: what Transformers' own processor makes of the same keys, for every family."""
+"""`mm_processor_kwargs` on the portable engine:
+what Transformers' own processor makes of the same keys, for every family."""
 
 from __future__ import annotations
 
@@ -55,10 +56,14 @@ async def test_an_image_is_prepared_as_transformers_prepares_it_with_the_same_ke
         for width, height in SIZES:
             image = noise_image(number, width, height)
             (encoded,) = await engine.encode([DecodedImage("d", image, options=options)])
-            prepared = processor(text=[processor.image_token], images=[[image]], return_tensors="pt", **theirs)
+            prepared = processor(
+                text=[processor.image_token], images=[[image]], return_tensors="pt", **theirs
+            )
             wanted = (prepared["input_ids"][0] == info.extras["image_token_id"]).sum().item()
             assert encoded.token_ids.count(info.extras["image_token_id"]) == wanted
-            assert len(encoded.token_ids) == engine.media_tokens(MediaShape("image", (width, height)), options)
+            assert len(encoded.token_ids) == engine.media_tokens(
+                MediaShape("image", (width, height)), options
+            )
             for key in encoded.extras:
                 assert encoded.extras[key] == prepared[key][0].tolist()
 

@@ -36,7 +36,14 @@ def _draws(count: int = 3000, **sampling: Any) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 5.0, "top_k": 1}, {"seed": 3}]
+    "sampling",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.0, "top_p": 0.5},
+        {"temperature": 5.0, "top_k": 1},
+        {"seed": 3},
+    ],
 )
 def test_the_likeliest_token_is_taken_when_nothing_asks_for_chance(sampling: dict[str, Any]) -> None:
     assert [_token(_choice(**sampling), index=i) for i in range(20)] == [0] * 20
@@ -154,6 +161,8 @@ def test_logprobs_are_the_models_own_with_ranks_from_one() -> None:
         ({"prompt_logprobs": 1}, "prompt tokens"),
     ],
 )
-def test_values_out_of_range_and_what_is_not_done_here_are_the_clients_fault(sampling: dict[str, Any], words: str) -> None:
+def test_values_out_of_range_and_what_is_not_done_here_are_the_clients_fault(
+    sampling: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ClientFault, match=words):
         make_choice(Sampling(**sampling), 0, frozenset(), VOCABULARY)

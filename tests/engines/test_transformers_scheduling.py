@@ -1,4 +1,5 @@
-"""The portable engine's life with many requests: slots, KV cache blocks, limits, cancellation, hand-over and failure."""
+"""The portable engine's life with many requests: slots, KV cache blocks,
+limits, cancellation, hand-over and failure."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ IDS = tuple(range(21, 33))
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_tiny_model(family, tmp_path_factory.mktemp(family)) for family in ("llama", "qwen2_vl")}
+    return {
+        family: save_tiny_model(family, tmp_path_factory.mktemp(family)) for family in ("llama", "qwen2_vl")
+    }
 
 
 @pytest_asyncio.fixture
@@ -59,7 +62,9 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _idle(engine: TransformersEngine) -> bool:
     stats = engine.stats()
-    return not (stats[metrics.ENGINE_ACTIVE] or stats[metrics.ENGINE_QUEUED] or stats[metrics.ENGINE_USED_BLOCKS])
+    return not (
+        stats[metrics.ENGINE_ACTIVE] or stats[metrics.ENGINE_QUEUED] or stats[metrics.ENGINE_USED_BLOCKS]
+    )
 
 
 @pytest.mark.asyncio
@@ -73,8 +78,8 @@ async def test_a_closed_stream_frees_slot_and_blocks_at_the_next_step(start: Sta
 
 
 class Gate:
-    """Lets decode steps through one by one, so that a test decides what happens between them. Made after an engine's start, which
-    takes a step of its own.
+    """Lets decode steps through one by one, so that a test decides what happens between them.
+    Made after an engine's start, which takes a step of its own.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +96,14 @@ class Gate:
 
 
 @pytest.mark.asyncio
-async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_wait_in_order_while_the_kv_cache_is_full(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = await start()
-    asked = [request(IDS, request_id=str(i), max_tokens=36, ignore_eos=True, temperature=1.0, seed=i) for i in range(4)]
+    asked = [
+        request(IDS, request_id=str(i), max_tokens=36, ignore_eos=True, temperature=1.0, seed=i)
+        for i in range(4)
+    ]
     alone = [await generate(free, each) for each in asked]
     engine = await start(kv_cache_config={"max_tokens": 64, "tokens_per_block": 16})
     gate = Gate(monkeypatch)
@@ -119,11 +129,15 @@ async def test_requests_wait_in_order_while_the_kv_cache_is_full(start: Start, m
 
 
 @pytest.mark.asyncio
-async def test_the_padding_of_short_rows_beside_a_long_one_counts_as_used(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_padding_of_short_rows_beside_a_long_one_counts_as_used(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = await start(kv_cache_config={"max_tokens": 96, "tokens_per_block": 16})
     gate = Gate(monkeypatch)
     lengths = (36, 4, 4)
-    tasks = [asyncio.create_task(generate(engine, request(IDS, max_tokens=n, ignore_eos=True))) for n in lengths]
+    tasks = [
+        asyncio.create_task(generate(engine, request(IDS, max_tokens=n, ignore_eos=True))) for n in lengths
+    ]
     gate.open(1)
     await _until(lambda: engine.stats()[metrics.ENGINE_QUEUED] == 1)
     assert engine.stats()[metrics.ENGINE_USED_BLOCKS] == 6
@@ -172,7 +186,9 @@ async def test_prompts_over_a_limit_are_refused_with_both_counts(start: Start) -
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("ids", "words"), [((), "empty"), ((5, 200), "200"), ((-1, 5), "-1")])
-async def test_prompts_that_are_no_text_of_the_model_are_refused(start: Start, ids: tuple[int, ...], words: str) -> None:
+async def test_prompts_that_are_no_text_of_the_model_are_refused(
+    start: Start, ids: tuple[int, ...], words: str
+) -> None:
     engine = await start()
     with pytest.raises(ClientFault, match=words):
         await generate(engine, request(ids, max_tokens=1))
@@ -210,13 +226,18 @@ async def test_a_first_token_that_ends_the_request_leaves_no_state(start: Start)
 
 
 @pytest.mark.asyncio
-async def test_prefill_frees_its_blocks_before_decode_begins_and_leaves_a_state_that_stands_alone(start: Start) -> None:
+async def test_prefill_frees_its_blocks_before_decode_begins_and_leaves_a_state_that_stands_alone(
+    start: Start,
+) -> None:
     prefill, decode = await start(), await start()
     asked = request(IDS, max_tokens=12, ignore_eos=True, temperature=1.2)
     prefilled = await prefill.prefill(asked)
     assert _idle(prefill)
     assert prefilled.state is not None
-    assert {name: tuple(t.shape) for name, t in prefilled.state.tensors.items()} == {"k": (4, 2, 12, 16), "v": (4, 2, 12, 16)}
+    assert {name: tuple(t.shape) for name, t in prefilled.state.tensors.items()} == {
+        "k": (4, 2, 12, 16),
+        "v": (4, 2, 12, 16),
+    }
     assert all(t.is_contiguous() for t in prefilled.state.tensors.values())
     outputs = [await _decode(decode, asked, prefilled.first, prefilled.state) for _ in range(2)]
     assert outputs[0].token_ids == outputs[1].token_ids  # the seed that prefill chose travels in the state
@@ -224,7 +245,9 @@ async def test_prefill_frees_its_blocks_before_decode_begins_and_leaves_a_state_
     assert outputs[0].usage == (12, 12, 0)
 
 
-async def _decode(engine: TransformersEngine, asked: EngineRequest, first: Step, state: EngineState) -> Output:
+async def _decode(
+    engine: TransformersEngine, asked: EngineRequest, first: Step, state: EngineState
+) -> Output:
     output = Output()
     async with aclosing(engine.decode(asked, first, state)) as steps:
         async for step in steps:
@@ -237,10 +260,20 @@ async def test_min_tokens_and_stop_tokens_count_the_first_token_of_a_hand_over(s
     engine = await start()
     free = await generate(engine, request(IDS, max_tokens=8, ignore_eos=True))
     for minimum in (0, 1, 2, 5):
-        asked = request(IDS, max_tokens=8, min_tokens=minimum, stop_token_ids=frozenset(free.token_ids[1:3]), ignore_eos=True)
+        asked = request(
+            IDS,
+            max_tokens=8,
+            min_tokens=minimum,
+            stop_token_ids=frozenset(free.token_ids[1:3]),
+            ignore_eos=True,
+        )
         whole, halves = await generate(engine, asked), await split(engine, asked)
         assert halves.token_ids == whole.token_ids
-        assert (halves.finish, halves.stop_reason, halves.usage) == (whole.finish, whole.stop_reason, whole.usage)
+        assert (halves.finish, halves.stop_reason, halves.usage) == (
+            whole.finish,
+            whole.stop_reason,
+            whole.usage,
+        )
         assert not set(whole.token_ids[:minimum]) & set(free.token_ids[1:3])
         assert len(whole.token_ids) >= minimum
 
@@ -283,14 +316,16 @@ async def test_one_prompt_that_fails_leaves_the_others_of_its_batch_alone(
     asked = [request((99 if i == 2 else 40 + i, 50, 51), max_tokens=5, ignore_eos=True) for i in range(5)]
     outputs = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
     assert isinstance(outputs[2], EngineFault)
-    assert str(outputs[2].__cause__) == "out of memory"  # for the log, which has it once: from who waited for the answer
+    # for the log, which has it once: from who waited for the answer
+    assert str(outputs[2].__cause__) == "out of memory"
     assert not caplog.records
     assert [len(o.token_ids) for o in outputs if isinstance(o, Output)] == [5] * 4
     assert _idle(engine)
 
 
 class FailsLater(int):
-    """A seed that the sampler can use `uses` times and then no more: a request whose value breaks a step that it shares."""
+    """A seed that the sampler can use `uses` times and then no more:
+    a request whose value breaks a step that it shares."""
 
     uses = 3
 
@@ -302,7 +337,8 @@ class FailsLater(int):
 
 
 def _unusable() -> list[EngineRequest]:
-    """Requests that get past the engine's door and fail where tokens are chosen: at once, or some steps later."""
+    """Requests that get past the engine's door and fail where tokens are chosen:
+    at once, or some steps later."""
     common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
     half = cast("tuple[int, ...]", (21, 22.5, 23))
     return [
@@ -325,7 +361,9 @@ async def test_a_request_whose_tokens_cannot_be_chosen_fails_alone(start: Start)
     ]
     alone = [await generate(engine, each) for each in sound]
     for bad in _unusable():
-        outputs = await asyncio.gather(*(generate(engine, each) for each in (bad, *sound)), return_exceptions=True)
+        outputs = await asyncio.gather(
+            *(generate(engine, each) for each in (bad, *sound)), return_exceptions=True
+        )
         assert isinstance(outputs[0], EngineFault)
         assert [o.token_ids for o in outputs if isinstance(o, Output)] == [o.token_ids for o in alone]
         assert _idle(engine)
@@ -462,7 +500,9 @@ async def test_values_that_are_not_finite_fail_their_request_and_no_other(start:
     for item in (encoded, broken, encoded):
         ids, media = place(IDS, [item], IDS)
         asked.append(request(ids, media=media, max_tokens=5, ignore_eos=True))
-    first, second, third = await asyncio.gather(*(generate(engine, each) for each in asked), return_exceptions=True)
+    first, second, third = await asyncio.gather(
+        *(generate(engine, each) for each in asked), return_exceptions=True
+    )
     assert isinstance(second, EngineFault)
     assert isinstance(first, Output)
     assert isinstance(third, Output)
@@ -479,7 +519,10 @@ async def test_media_that_does_not_fit_the_prompt_is_refused_by_position(start: 
         await generate(engine, request(ids, media=swapped, max_tokens=2))
     side_by_side = (*IDS, *encoded[0].token_ids, *encoded[1].token_ids)
     at = len(IDS) + len(encoded[0].token_ids)
-    touching = (PlacedMedia(encoded[0], len(IDS), at - len(IDS)), PlacedMedia(encoded[1], at, len(encoded[1].token_ids)))
+    touching = (
+        PlacedMedia(encoded[0], len(IDS), at - len(IDS)),
+        PlacedMedia(encoded[1], at, len(encoded[1].token_ids)),
+    )
     with pytest.raises(PartFault, match="image 2"):
         await generate(engine, request(side_by_side, media=touching, max_tokens=2))
     raw = PlacedMedia(DecodedImage("a", noise_image(1, 56, 56)), media[0].start, media[0].length)
@@ -501,7 +544,9 @@ async def test_a_text_model_refuses_images(start: Start) -> None:
 async def test_an_image_of_impossible_shape_is_the_clients_fault_and_others_go_on(start: Start) -> None:
     engine = await start("qwen2_vl")
     bad, good = noise_image(1, 4000, 4), DecodedImage("good", noise_image(2, 56, 56))
-    results = await asyncio.gather(engine.encode([DecodedImage("bad", bad)]), engine.encode([good]), return_exceptions=True)
+    results = await asyncio.gather(
+        engine.encode([DecodedImage("bad", bad)]), engine.encode([good]), return_exceptions=True
+    )
     assert isinstance(results[0], ClientFault)
     assert isinstance(results[1], list)
     assert engine.stats()[metrics.ENGINE_ENCODED_IMAGES] == 1

@@ -1,4 +1,5 @@
-"""Videos in the portable engine: prompts as Transformers' processor makes them, tokens as `generate` gives them."""
+"""Videos in the portable engine: prompts as Transformers' processor makes them,
+tokens as `generate` gives them."""
 
 from __future__ import annotations
 

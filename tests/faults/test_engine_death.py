@@ -1,4 +1,5 @@
-"""An engine that dies in silence while requests are in every stage: they end in a 503, and the process does."""
+"""An engine that dies in silence while requests are in every stage:
+they end in a 503, and the process does."""
 
 from __future__ import annotations
 

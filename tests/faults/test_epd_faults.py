@@ -1,4 +1,5 @@
-"""Encode, prefill and decode, two workers of each: under load, with cancelled clients, with killed workers."""
+"""Encode, prefill and decode, two workers of each: under load,
+with cancelled clients, with killed workers."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def server() -> Iterator[PictureServer]:
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
-    env = {"DYN_MM_ALLOW_INTERNAL": "1", "DYN_TRTLLM_TRANSFER_TTL": str(TIME_TO_LIVE_S), "DYN_TRTLLM_PEER_TIMEOUT": "20"}
+    env = {
+        "DYN_MM_ALLOW_INTERNAL": "1",
+        "DYN_TRTLLM_TRANSFER_TTL": str(TIME_TO_LIVE_S),
+        "DYN_TRTLLM_PEER_TIMEOUT": "20",
+    }
     with Cluster(env=env) as cluster:
         yield deploy("epd_disagg", cluster, count=2)
 
@@ -41,9 +46,13 @@ def deployment() -> Iterator[Deployment]:
 def body(server: PictureServer, number: int) -> dict[str, Any]:
     """Request `number` of a mixed load: one picture, two, none, long or short."""
     seeds = [number % PICTURES, (number * 7 + 1) % PICTURES][: (1, 2, 0, 1)[number % 4]]
-    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": server.picture_url(s)}} for s in seeds]
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": server.picture_url(s)}} for s in seeds
+    ]
     content.append({"type": "text", "text": QUESTION if seeds else f"hello {number % 5}"})
-    options: dict[str, Any] = {"max_tokens": 24} if number % 4 != 3 else {"max_tokens": 64, "ignore_eos": True}
+    options: dict[str, Any] = (
+        {"max_tokens": 24} if number % 4 != 3 else {"max_tokens": 64, "ignore_eos": True}
+    )
     return {"messages": [{"role": "user", "content": content}], "temperature": 0.0, **options}
 
 
@@ -125,10 +134,15 @@ def test_two_hundred_mixed_requests_are_answered_and_leave_nothing(
 
 def test_one_picture_is_encoded_once_however_many_ask(deployment: Deployment, server: PictureServer) -> None:
     def encoded() -> float:
-        return sum(w.metrics()["dynamo_trtllm_engine_encoded_images_total"] for w in deployment.workers["encode"])
+        return sum(
+            w.metrics()["dynamo_trtllm_engine_encoded_images_total"] for w in deployment.workers["encode"]
+        )
 
     before = encoded()
-    content = [{"type": "image_url", "image_url": {"url": server.picture_url(5000)}}, {"type": "text", "text": QUESTION}]
+    content = [
+        {"type": "image_url", "image_url": {"url": server.picture_url(5000)}},
+        {"type": "text", "text": QUESTION},
+    ]
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: deployment.cluster.chat(content, max_tokens=24), range(32)))
     assert [a.status for a in answers] == [200] * 32
@@ -140,7 +154,8 @@ def abandoned(cluster: Cluster, request: dict[str, Any], delay_s: float, done: t
     """Ask for a stream, and hang up after `delay_s`."""
     raw = json.dumps({"model": cluster.model, "stream": True, **request}).encode()
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", cluster.port)) as connection:
         connection.sendall(head.encode() + raw)

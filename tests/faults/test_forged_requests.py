@@ -1,4 +1,5 @@
-"""Requests that no frontend would send, over the request plane beside sound ones: whatever they hold, only they fail."""
+"""Requests that no frontend would send, over the request plane beside sound ones:
+whatever they hold, only they fail."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ FORGED: list[tuple[Any, str]] = [
 ]
 
 
-def test_forged_requests_are_refused_in_words_and_the_others_of_their_steps_go_on(cluster: Cluster, worker: Managed) -> None:
+def test_forged_requests_are_refused_in_words_and_the_others_of_their_steps_go_on(
+    cluster: Cluster, worker: Managed
+) -> None:
     sound = [request(), sampled(), sampled(seed=8, top_p=0.9), request(output_options={"logprobs": 3})]
     alone = ask_endpoint(cluster, ENDPOINT, sound)
     mixed = [*sound, *(each for each, _ in FORGED), *sound]

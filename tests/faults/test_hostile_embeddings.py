@@ -1,4 +1,5 @@
-"""Malicious and broken embedding files through the real frontend: a 400 in our words each, and the worker serves on."""
+"""Malicious and broken embedding files through the real frontend:
+a 400 in our words each, and the worker serves on."""
 
 from __future__ import annotations
 
@@ -137,13 +138,17 @@ def test_what_is_no_plain_file_inside_the_directory_looks_like_a_missing_one(
     assert len(messages) == 1
 
 
-def test_a_file_over_the_size_limit_is_refused_without_reading_it(cluster: Cluster, worker: Managed, directory: Path) -> None:
+def test_a_file_over_the_size_limit_is_refused_without_reading_it(
+    cluster: Cluster, worker: Managed, directory: Path
+) -> None:
     with (directory / "huge.pt").open("wb") as sink:
         sink.truncate(1 << 30)
     assert "20 MiB" in check_refused(cluster, worker, directory / "huge.pt").message
 
 
-def test_the_worker_serves_good_files_after_all_that(cluster: Cluster, worker: Managed, directory: Path) -> None:
+def test_the_worker_serves_good_files_after_all_that(
+    cluster: Cluster, worker: Managed, directory: Path
+) -> None:
     good = {"mm_embeddings": torch.rand(1, 16, HIDDEN), "image_grid_thw": [[1, 8, 8]]}
     (directory / "good.pt").write_bytes(saved(good))
     assert ask(cluster, directory / "good.pt").status == 200

@@ -1,4 +1,5 @@
-"""Workers that discovery by files has forgotten: stopped for too long, their entries removed, or the directory gone."""
+"""Workers that discovery by files has forgotten: stopped for too long,
+their entries removed, or the directory gone."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ DOUBLE = ("--engine", "double", "--modality", "multimodal", "--override-engine-a
 
 @pytest.fixture(scope="module")
 def homeless() -> Iterator[Managed]:
-    """A worker whose discovery has become a file that nothing can be written into; it takes its time to leave."""
+    """A worker whose discovery has become a file that nothing can be written into;
+    it takes its time to leave."""
     with Cluster() as cluster:
         worker = cluster.worker(*DOUBLE)
         shutil.rmtree(cluster.directory / "discovery")

@@ -1,4 +1,5 @@
-"""Peers that are missing, stopped or told to leave, with the double: readiness, 503s, fallback and draining."""
+"""Peers that are missing, stopped or told to leave, with the double:
+readiness, 503s, fallback and draining."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def worker(cluster: Cluster, role: str, *options: str, wait: bool = True, **scri
 
 
 def picture(server: PictureServer, seed: int) -> list[dict[str, Any]]:
-    return [{"type": "image_url", "image_url": {"url": server.picture_url(seed)}}, {"type": "text", "text": "what is it?"}]
+    return [
+        {"type": "image_url", "image_url": {"url": server.picture_url(seed)}},
+        {"type": "text", "text": "what is it?"},
+    ]
 
 
 @pytest.mark.parametrize(("first", "second"), [("prefill", "decode"), ("decode", "prefill")])
@@ -64,7 +68,9 @@ def test_a_lost_prefill_worker_is_a_503_and_not_a_hang(cluster: Cluster) -> None
     assert answer.status in (404, 503)
 
 
-def test_a_missing_encode_worker_is_a_503_for_pictures_and_nothing_for_text(cluster: Cluster, server: PictureServer) -> None:
+def test_a_missing_encode_worker_is_a_503_for_pictures_and_nothing_for_text(
+    cluster: Cluster, server: PictureServer
+) -> None:
     encode = worker(cluster, "encode")
     worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
     cluster.wait_listed()
@@ -75,7 +81,9 @@ def test_a_missing_encode_worker_is_a_503_for_pictures_and_nothing_for_text(clus
     assert answer.status == 503
 
 
-def test_with_the_fallback_a_worker_encodes_by_itself_while_no_encoder_lives(cluster: Cluster, server: PictureServer) -> None:
+def test_with_the_fallback_a_worker_encodes_by_itself_while_no_encoder_lives(
+    cluster: Cluster, server: PictureServer
+) -> None:
     agg = worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT, "--encode-fallback")
     cluster.wait_listed()
     alone = cluster.chat(picture(server, 3), max_tokens=4)
@@ -114,17 +122,27 @@ def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, se
 
 
 @pytest.mark.parametrize("roles", [("agg",), ("encode", "prefill", "decode")])
-def test_waiting_for_a_busy_host_ends_in_one_504(cluster: Cluster, server: PictureServer, roles: tuple[str, ...]) -> None:
+def test_waiting_for_a_busy_host_ends_in_one_504(
+    cluster: Cluster, server: PictureServer, roles: tuple[str, ...]
+) -> None:
     bounds = ("--max-media-fetches-per-host", "1", "--media-fetch-timeout", "2")
-    options = {"agg": bounds, "encode": bounds, "prefill": ("--encode-endpoint", ENCODE_ENDPOINT), "decode": ()}
+    options = {
+        "agg": bounds,
+        "encode": bounds,
+        "prefill": ("--encode-endpoint", ENCODE_ENDPOINT),
+        "decode": (),
+    }
     workers = [worker(cluster, role, *options[role]) for role in roles]
     cluster.wait_listed()
     seeds, gate = range(500, 505), threading.Event()
     server.gates = {f"/picture/{seed}.png": gate for seed in seeds}
     with ThreadPoolExecutor(len(seeds)) as pool:
-        answers = list(pool.map(lambda seed: cluster.chat(picture(server, seed), max_tokens=4, timeout_s=60), seeds))
+        answers = list(
+            pool.map(lambda seed: cluster.chat(picture(server, seed), max_tokens=4, timeout_s=60), seeds)
+        )
     gate.set()
-    # The host answers nobody: one download after another takes its two seconds, and who waits longer than that is told so.
+    # The host answers nobody: one download after another takes its two seconds,
+    # and who waits longer than that is told so.
     statuses = [answer.status for answer in answers]
     assert set(statuses) == {400, 504}
     assert statuses.count(504) >= 3

@@ -1,4 +1,5 @@
-"""A library of the transfer that does not return any more: the worker says so and leaves, so that it is started anew."""
+"""A library of the transfer that does not return any more:
+the worker says so and leaves, so that it is started anew."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ PLACEHOLDER = json.loads((DEMO_DIRECTORY / "config.json").read_text())["image_to
 
 def start(cluster: Cluster, role: str, hangs: Path) -> Managed:
     override = json.dumps({"double": {"placeholder_ids": {"image": PLACEHOLDER}, "kv_bytes_per_token": 1000}})
-    words = [str(WORKER), str(hangs), "--engine", "double", "--modality", "multimodal", "--disaggregation-mode", role]
+    words = [
+        str(WORKER),
+        str(hangs),
+        "--engine",
+        "double",
+        "--modality",
+        "multimodal",
+        "--disaggregation-mode",
+        role,
+    ]
     port = free_port()
     words += ["--model-path", "demo", "--override-engine-args", override]
     return cluster.start_python(role, words, {"DYN_SYSTEM_PORT": str(port)}, port)
@@ -26,7 +36,11 @@ def test_workers_whose_transfer_hangs_say_so_and_exit(tmp_path: Path) -> None:
         workers = [start(cluster, role, hangs) for role in ("encode", "prefill", "decode")]
         for worker in workers:
             cluster.wait_serving(worker)
-        assert [worker.metrics().get("dynamo_trtllm_transfer_lost_reads") for worker in workers] == [None, 0, 0]
+        assert [worker.metrics().get("dynamo_trtllm_transfer_lost_reads") for worker in workers] == [
+            None,
+            0,
+            0,
+        ]
         hangs.touch()
         assert [worker.wait() for worker in workers] == [1, 1, 1]
         for worker in workers:

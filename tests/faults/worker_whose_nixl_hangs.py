@@ -1,4 +1,5 @@
-"""Runs `dynamo.trtllm` with the given arguments, in a process in which NIXL does not return once the file named first exists."""
+"""Runs `dynamo.trtllm` with the given arguments, in a process in which NIXL
+does not return once the file named first exists."""
 
 from __future__ import annotations
 

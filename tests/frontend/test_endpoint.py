@@ -1,4 +1,5 @@
-"""How chunks reach the frontend and how a request ends: both arms, cancellation, unread streams, outcomes and draining."""
+"""How chunks reach the frontend and how a request ends:
+both arms, cancellation, unread streams, outcomes and draining."""
 
 from __future__ import annotations
 
@@ -33,9 +34,12 @@ LONG_S = 20.0
 
 
 class Scripted:
-    """A handler that yields `count` chunks, then raises `error`; `ended` is set when its generator has been closed."""
+    """A handler that yields `count` chunks, then raises `error`;
+    `ended` is set when its generator has been closed."""
 
-    def __init__(self, count: int = 3, error: BaseException | None = None, gate: asyncio.Event | None = None) -> None:
+    def __init__(
+        self, count: int = 3, error: BaseException | None = None, gate: asyncio.Event | None = None
+    ) -> None:
         self.count = count
         self.error = error
         self.gate = gate
@@ -59,7 +63,8 @@ class Scripted:
 
 
 class BlockingSender(FakeSender):
-    """Blocks in `send` from chunk `blocks_at` on until `opened` is set; `blocked` says that it has come there."""
+    """Blocks in `send` from chunk `blocks_at` on until `opened` is set;
+    `blocked` says that it has come there."""
 
     def __init__(self, blocks_at: int) -> None:
         super().__init__()
@@ -146,7 +151,9 @@ async def test_a_handlers_error_ends_the_request_as_dynamos_exception(
 ) -> None:
     handler = Scripted(1, error)
     egress = make(handler)
-    raised = await outcome(collect(egress.serve({}, FakeContext(), response_sender=FakeSender() if pushed else None)))
+    raised = await outcome(
+        collect(egress.serve({}, FakeContext(), response_sender=FakeSender() if pushed else None))
+    )
     assert type(raised) is theirs
     assert str(raised) == words
     assert (dict(egress.outcomes), egress.in_flight, handler.ended) == ({counted: 1}, 0, True)
@@ -162,12 +169,17 @@ async def test_a_request_that_is_no_object_is_refused_whatever_the_role(raw: Any
 
 
 @pytest.mark.asyncio
-async def test_what_a_peer_did_is_one_line_with_its_cause_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_a_peer_did_is_one_line_with_its_cause_and_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     fault = PeerFault("the peer broke")
     fault.__cause__ = OSError("first line " + "x" * 500 + "\nsecond line")
     await outcome(push(make(Scripted(0, fault)), FakeSender(), FakeContext("r-1")))
     (record,) = caplog.records
-    assert record.getMessage() == "request r-1 failed: the peer broke (OSError: " + ("first line " + "x" * 500)[:200] + ")"
+    assert (
+        record.getMessage()
+        == "request r-1 failed: the peer broke (OSError: " + ("first line " + "x" * 500)[:200] + ")"
+    )
     assert not record.exc_info
 
 
@@ -246,7 +258,7 @@ async def test_long_streams_leave_the_event_loops_thread_and_keep_their_order(co
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_stops_reading_is_cancelled_after_the_stall_deadline_while_others_are_served() -> None:
+async def test_a_client_that_stops_reading_is_cancelled_at_the_stall_deadline_and_others_are_served() -> None:
     handler = Scripted(DIRECT_CHUNKS + 10)
     egress, sender = make(handler, stall_deadline_s=SHORT_S), BlockingSender(blocks_at=DIRECT_CHUNKS + 2)
     stuck = asyncio.create_task(push(egress, sender))
@@ -264,7 +276,10 @@ async def test_a_client_that_stops_reading_is_cancelled_after_the_stall_deadline
 async def test_a_send_that_fails_after_its_stream_was_given_up_leaves_no_unread_exception() -> None:
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: problems.append(about))
-    egress, sender = make(Scripted(DIRECT_CHUNKS + 5), stall_deadline_s=SHORT_S), BlockingSender(blocks_at=DIRECT_CHUNKS)
+    egress, sender = (
+        make(Scripted(DIRECT_CHUNKS + 5), stall_deadline_s=SHORT_S),
+        BlockingSender(blocks_at=DIRECT_CHUNKS),
+    )
     sender._fails_at = DIRECT_CHUNKS
     assert type(await outcome(push(egress, sender))) is dynamo.Cancelled
     sender.opened.set()
@@ -287,7 +302,9 @@ class SteppedSender(FakeSender):
 
 
 @pytest.mark.asyncio
-async def test_a_slow_reader_is_no_stall_however_long_its_whole_batch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_is_no_stall_however_long_its_whole_batch_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits = 0
     taken = threading.Semaphore(0)
     plain_wait = asyncio.wait
@@ -449,7 +466,9 @@ async def test_a_client_that_has_left_counts_as_cancelled_whatever_the_engine_do
 
 
 @pytest.mark.asyncio
-async def test_a_request_that_ran_into_a_deadline_is_refused_at_once_if_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_ran_into_a_deadline_is_refused_at_once_if_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     handler = Scripted(0, PeerTimeout("the encode worker did not answer within 2 s"))
     egress = make(handler)
     for _ in range(2):

@@ -25,7 +25,9 @@ def parsed_of(raw: Any) -> Request:
 
 
 def bare(*token_ids: int) -> Request:
-    asked = EngineRequest(request_id="r", prompt=Prompt(token_ids), sampling=Sampling(), trace_headers={"traceparent": "00-1"})
+    asked = EngineRequest(
+        request_id="r", prompt=Prompt(token_ids), sampling=Sampling(), trace_headers={"traceparent": "00-1"}
+    )
     return Request(model="", engine_request=asked)
 
 
@@ -40,7 +42,8 @@ def messages(kind: object, role: str = "user", before: int = 0) -> dict[str, Any
 def test_messages_of_text_and_pictures_are_taken_in_every_role() -> None:
     for kind in ("text", "refusal", "image_url", "video_url"):
         for role in ("system", "developer", "user", "assistant", "tool"):
-            assert parsed_of({"token_ids": [1], **messages(kind, role)}).engine_request.prompt.token_ids == (1,)
+            parsed = parsed_of({"token_ids": [1], **messages(kind, role)})
+            assert parsed.engine_request.prompt.token_ids == (1,)
 
 
 def test_a_bare_request_has_every_default() -> None:
@@ -92,9 +95,19 @@ ECHO = (
         ("stop_conditions", {"max_tokens": 1e300}, "max_tokens", (1 << 31) - 1),
         ("stop_conditions", {"min_tokens": 4}, "min_tokens", 4),
         ("stop_conditions", {"min_tokens": -4}, "min_tokens", 0),
-        ("stop_conditions", {"stop_token_ids": [1], "stop_token_ids_visible": [2]}, "stop_token_ids", frozenset({1, 2})),
+        (
+            "stop_conditions",
+            {"stop_token_ids": [1], "stop_token_ids_visible": [2]},
+            "stop_token_ids",
+            frozenset({1, 2}),
+        ),
         ("stop_conditions", {"stop_token_ids_hidden": [9]}, "eos_token_ids", frozenset({9})),
-        ("stop_conditions", {"stop_token_ids": [1, 9], "stop_token_ids_hidden": [9]}, "stop_token_ids", frozenset({1})),
+        (
+            "stop_conditions",
+            {"stop_token_ids": [1, 9], "stop_token_ids_hidden": [9]},
+            "stop_token_ids",
+            frozenset({1}),
+        ),
         ("stop_conditions", {"ignore_eos": True}, "ignore_eos", True),
         ("output_options", {"logprobs": 0}, "logprobs", 0),
         ("output_options", {"logprobs": 100}, "logprobs", 100),
@@ -107,7 +120,11 @@ def test_each_option_reaches_its_field(group: str, raw: dict[str, Any], field: s
 
 
 def test_the_requests_own_eos_ids_go_before_the_hidden_ones() -> None:
-    raw = {"token_ids": [1], "eos_token_ids": [8], "stop_conditions": {"stop_token_ids_hidden": [9], "stop_token_ids": [8, 9]}}
+    raw = {
+        "token_ids": [1],
+        "eos_token_ids": [8],
+        "stop_conditions": {"stop_token_ids_hidden": [9], "stop_token_ids": [8, 9]},
+    }
     sampling = parsed_of(raw).engine_request.sampling
     assert (sampling.eos_token_ids, sampling.stop_token_ids) == (frozenset({8}), frozenset({9}))
 
@@ -125,8 +142,11 @@ def test_the_requests_own_eos_ids_go_before_the_hidden_ones() -> None:
         ({}, None),
     ],
 )
-def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any], expected: GuidedDecoding | None) -> None:
-    assert parsed_of({"token_ids": [1], "sampling_options": {"guided_decoding": raw}}).engine_request.sampling.guided == expected
+def test_guided_decoding_keeps_the_one_grammar_that_was_given(
+    raw: dict[str, Any], expected: GuidedDecoding | None
+) -> None:
+    parsed = parsed_of({"token_ids": [1], "sampling_options": {"guided_decoding": raw}})
+    assert parsed.engine_request.sampling.guided == expected
 
 
 @pytest.mark.parametrize(
@@ -143,7 +163,10 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ({"stop_conditions": {"max_tokens": float("inf")}}, "max_tokens must be a whole number"),
         ({"stop_conditions": {"max_tokens": -(10**30)}}, "max_tokens must be at least 1"),
         ({"stop_conditions": {"min_tokens": "3"}}, "min_tokens must be a whole number"),
-        ({"stop_conditions": {"min_tokens": 1 << 64}}, f"min_tokens must be between {-(1 << 63)} and {(1 << 64) - 1}"),
+        (
+            {"stop_conditions": {"min_tokens": 1 << 64}},
+            f"min_tokens must be between {-(1 << 63)} and {(1 << 64) - 1}",
+        ),
         ({"stop_conditions": {"ignore_eos": "false"}}, "ignore_eos must be true or false"),
         ({"stop_conditions": {"stop_token_ids": 7}}, "stop_token_ids must be a list"),
         ({"stop_conditions": {"stop_token_ids": [7, 1.5]}}, f"stop_token_ids {IDS}"),
@@ -164,7 +187,10 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
             "seed must be between -9223372036854775808 and 18446744073709551615, not 1e+30",
         ),
         ({"sampling_options": {"top_k": 1e30}}, "top_k must be between -1 and 2147483647, not 1e+30"),
-        ({"sampling_options": {"top_k": 1 << 63}}, "top_k must be between -1 and 2147483647, not 9223372036854775808"),
+        (
+            {"sampling_options": {"top_k": 1 << 63}},
+            "top_k must be between -1 and 2147483647, not 9223372036854775808",
+        ),
         ({"sampling_options": {"top_k": 10**5000}}, "top_k must be between -1 and 2147483647"),
         ({"sampling_options": {"top_k": -2}}, "top_k must be at least -1, not -2"),
         ({"sampling_options": {"top_k": 2.5}}, "top_k must be a whole number"),
@@ -173,10 +199,16 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         ({"sampling_options": {"temperature": 10**400}}, "temperature must be a number"),
         ({"sampling_options": {"temperature": True}}, "temperature must be a number"),
         ({"sampling_options": {"min_p": {}}}, "min_p must be a number"),
-        ({"sampling_options": {"repetition_penalty": 1e300}}, "repetition_penalty must be between 0 and 1000000, not 1e+300"),
+        (
+            {"sampling_options": {"repetition_penalty": 1e300}},
+            "repetition_penalty must be between 0 and 1000000, not 1e+300",
+        ),
         ({"sampling_options": {"repetition_penalty": 0}}, "repetition_penalty must be greater than 0"),
         ({"sampling_options": {"presence_penalty": 3}}, "presence_penalty must be between -2 and 2, not 3"),
-        ({"sampling_options": {"frequency_penalty": -3}}, "frequency_penalty must be between -2 and 2, not -3"),
+        (
+            {"sampling_options": {"frequency_penalty": -3}},
+            "frequency_penalty must be between -2 and 2, not -3",
+        ),
         ({"sampling_options": {"n": 0}}, "n must be between 1 and 128, not 0"),
         ({"sampling_options": {"n": 1000000.0}}, "n must be between 1 and 128, not 1000000"),
         ({"sampling_options": {"best_of": 129}}, "best_of must be between 1 and 128, not 129"),
@@ -243,7 +275,14 @@ def test_guided_decoding_keeps_the_one_grammar_that_was_given(raw: dict[str, Any
         (messages(None), f"message 1, part 3: a part of this type is not supported; {PARTS}"),
         (messages("<b>\n"), f"message 1, part 3: a part of this type is not supported; {PARTS}"),
         (
-            {"extra_args": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "audio": {"id": "a"}}]}},
+            {
+                "extra_args": {
+                    "messages": [
+                        {"role": "user", "content": "hi"},
+                        {"role": "assistant", "audio": {"id": "a"}},
+                    ]
+                }
+            },
             f"message 2: an answer's audio is not supported; {PARTS}",
         ),
         ({"extra_args": {"messages": {"role": "user"}}}, "messages must be a list"),
@@ -261,7 +300,8 @@ def test_what_cannot_be_served_is_refused_in_words(raw: dict[str, Any], words: s
 
 
 def test_packed_token_ids_are_little_endian_32_bit() -> None:
-    assert parsed_of({"token_ids": struct.pack("<3i", 1, 70000, 7)}).engine_request.prompt.token_ids == (1, 70000, 7)
+    parsed = parsed_of({"token_ids": struct.pack("<3i", 1, 70000, 7)})
+    assert parsed.engine_request.prompt.token_ids == (1, 70000, 7)
     assert parsed_of({"token_ids": bytearray(b"\1\0\0\0")}).engine_request.prompt.token_ids == (1,)
 
 
@@ -278,7 +318,11 @@ def test_a_sound_that_is_in_the_messages_alone_stands_between_those_that_the_fro
     def sound(kind: str, **field: str) -> dict[str, Any]:
         return {"type": kind, kind: field}
 
-    content = [sound("audio_url", url=""), sound("input_audio", data="AAAA", format="wav"), sound("audio_url", url="")]
+    content = [
+        sound("audio_url", url=""),
+        sound("input_audio", data="AAAA", format="wav"),
+        sound("audio_url", url=""),
+    ]
     later = [sound("input_audio", data="BBBB", format="mp3"), sound("image_url", url="")]
     asked = [{"role": "user", "content": content}, {"role": "user", "content": later}]
     media = {"audio_url": [{"Url": "a"}, {"Url": "c"}], "image_url": [{"Url": "p"}]}
@@ -293,13 +337,21 @@ def test_a_sound_that_is_in_the_messages_alone_stands_between_those_that_the_fro
 
 
 def test_a_uuid_field_without_uuids_is_taken() -> None:
-    assert parsed_of({"token_ids": [1], "multi_modal_uuids": {"image_url": [None], "video_url": None}}).media == ()
+    assert (
+        parsed_of({"token_ids": [1], "multi_modal_uuids": {"image_url": [None], "video_url": None}}).media
+        == ()
+    )
 
 
 def test_a_part_has_the_clients_own_name_for_it_among_those_of_its_tenant() -> None:
     data = {"image_url": [{"Url": "a"}, {"UuidOnly": "v"}, {"Url": "c"}], "video_url": [{"Url": "d"}]}
     uuids = {"image_url": ["u", "v", None]}
-    raw = {"token_ids": [1], "multi_modal_data": data, "multi_modal_uuids": uuids, "routing": {"cache_salt": "t"}}
+    raw = {
+        "token_ids": [1],
+        "multi_modal_data": data,
+        "multi_modal_uuids": uuids,
+        "routing": {"cache_salt": "t"},
+    }
     assert parsed_of(raw).media == (
         MediaPart(1, "image", "a", "u", "t"),
         MediaPart(2, "image", "", "v", "t"),
@@ -320,7 +372,10 @@ def test_what_travels_beside_the_prompt_is_kept() -> None:
             "token_ids": [1],
             "routing": {"priority": 2, "cache_salt": "s", "dp_rank": 3},
             "extra_args": {"formatted_prompt": "hello", "mm_hashes": ["0f", "1e"]},
-            "prefill_result": {"disaggregated_params": {"a": 1}, "prompt_tokens_details": {"cached_tokens": 5}},
+            "prefill_result": {
+                "disaggregated_params": {"a": 1},
+                "prompt_tokens_details": {"cached_tokens": 5},
+            },
             "_HEALTH_CHECK": True,
         }
     )

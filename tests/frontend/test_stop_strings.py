@@ -1,4 +1,5 @@
-"""Where an answer ends at a stop string: the token at which Dynamo's frontend ends it too, and with what usage."""
+"""Where an answer ends at a stop string:
+the token at which Dynamo's frontend ends it too, and with what usage."""
 
 from __future__ import annotations
 
@@ -57,8 +58,14 @@ def one_by_one(ids: list[int], prompt: int = 82, cached: int = 64) -> list[Step 
     return [Step((ids[0],), usage=Usage(prompt, 1, cached)), *middle, last]
 
 
-async def ask(engine: Answering, stop: list[str], model_path: str = str(DEMO_DIRECTORY), **rest: Any) -> list[Chunk]:
-    raw = {"token_ids": rest.pop("token_ids", [5, 6]), "stop_conditions": {"stop": stop, **rest.pop("conditions", {})}, **rest}
+async def ask(
+    engine: Answering, stop: list[str], model_path: str = str(DEMO_DIRECTORY), **rest: Any
+) -> list[Chunk]:
+    raw = {
+        "token_ids": rest.pop("token_ids", [5, 6]),
+        "stop_conditions": {"stop": stop, **rest.pop("conditions", {})},
+        **rest,
+    }
     info, media = await engine.start(), await loader_over(engine)
     handler = AggregatedHandler(engine, info, MultimodalProcessor(info, media), StopStrings(model_path))
     egress, sender = Egress(handler, on_dead=ignore_death), FakeSender()
@@ -115,7 +122,9 @@ async def test_an_answer_without_its_stop_strings_passes_as_it_is(tokenizer: Tok
 
 
 @pytest.mark.asyncio
-async def test_of_a_step_with_several_tokens_those_after_the_stop_string_are_left_out(tokenizer: Tokenizer) -> None:
+async def test_of_a_step_with_several_tokens_those_after_the_stop_string_are_left_out(
+    tokenizer: Tokenizer,
+) -> None:
     ids = tokenizer.encode(TEXT).ids
     entries = tuple(StepLogprobs(TokenLogprob(each, -0.5, 1), ()) for each in ids)
     whole = Step(tuple(ids), entries, None, None, Usage(9, len(ids)))
@@ -146,7 +155,9 @@ async def test_special_tokens_are_no_text_unless_the_request_asks_for_them(token
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("text", ["größer 🙂 schöner", "日本語のテキスト。", "naïve café — déjà vu", "👩‍🚀👩‍🚀 !"])
+@pytest.mark.parametrize(
+    "text", ["größer 🙂 schöner", "日本語のテキスト。", "naïve café — déjà vu", "👩‍🚀👩‍🚀 !"]
+)
 async def test_characters_of_several_tokens_are_read_whole(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text + " and more").ids
     stream, said, ends = DecodeStream(skip_special_tokens=True), "", {}

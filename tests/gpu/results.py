@@ -44,13 +44,21 @@ def page(result: dict[str, Any], tests: str, plot: str) -> str:
     lines = [
         "# One GPU, the whole graph",
         "",
-        "Made by `tests/gpu/graph.sh`: Dynamo's frontend, this package's workers and NIXL on one GPU, with a random"
-        " model of Qwen2-VL-7B's shape in bfloat16 and a vocabulary of 512 tokens. Machine: " + machine + ".",
+        (
+            "Made by `tests/gpu/graph.sh`: Dynamo's frontend, this package's workers and NIXL on one GPU, "
+            "with a random model of Qwen2-VL-7B's shape in bfloat16 and a vocabulary of 512 tokens. "
+            "Machine: "
+        )
+        + machine
+        + ".",
         "",
-        "TTFT (time to first token) and ITL (mean gap between the tokens of a request after that) are medians over"
-        " requests, measured at the client, the first round left out; tokens/s count a whole round, prompts included."
-        " A large picture has 1036 x 1036 pixels, which are 1,369 tokens, a small one 224 x 224 and 64 tokens. Every"
-        " picture is new. All workers of a deployment share the GPU.",
+        (
+            "TTFT (time to first token) and ITL (mean gap between the tokens of a request after that) are "
+            "medians over requests, measured at the client, the first round left out; tokens/s count a "
+            "whole round, prompts included. A large picture has 1036 x 1036 pixels, which are 1,369 "
+            "tokens, a small one 224 x 224 and 64 tokens. Every picture is new. All workers of a "
+            "deployment share the GPU."
+        ),
         "",
         *_loads(result),
         "",
@@ -95,9 +103,11 @@ def _bars(result: dict[str, Any]) -> list[str]:
 
 def _gaps(result: dict[str, Any]) -> list[str]:
     lines = [
-        "Gaps in ms between what arrives of four text streams, alone and while eight requests with four large"
-        " pictures each arrive (a burst). Where the frontend waits for whole characters, several tokens arrive"
-        " together, which lengthens gaps:",
+        (
+            "Gaps in ms between what arrives of four text streams, alone and while eight requests with "
+            "four large pictures each arrive (a burst). Where the frontend waits for whole characters, "
+            "several tokens arrive together, which lengthens gaps:"
+        ),
         "",
         "| deployment | median alone | p99 alone | median in the burst | p99 in the burst | longest in it |"
         " TTFT of the burst |",

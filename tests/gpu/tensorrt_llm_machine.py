@@ -18,14 +18,29 @@ MODEL = os.environ.get("TRTLLM_TEST_MODEL", "Qwen/Qwen3-0.6B")
 VLM = os.environ.get("TRTLLM_TEST_VLM", "")
 NEEDS_LIBRARY = [
     pytest.mark.tensorrt_llm,
-    pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is None, reason="TensorRT-LLM is not installed on this machine"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("tensorrt_llm") is None,
+        reason="TensorRT-LLM is not installed on this machine",
+    ),
 ]
-NEEDS_IMAGES = [*NEEDS_LIBRARY, pytest.mark.skipif(not VLM, reason="TRTLLM_TEST_VLM names no model with images")]
-TRANSCEIVER = {"cache_transceiver_config": {"backend": "NIXL", "max_tokens_in_buffer": 8192, "kv_transfer_timeout_ms": 60000}}
+NEEDS_IMAGES = [
+    *NEEDS_LIBRARY,
+    pytest.mark.skipif(not VLM, reason="TRTLLM_TEST_VLM names no model with images"),
+]
+TRANSCEIVER = {
+    "cache_transceiver_config": {
+        "backend": "NIXL",
+        "max_tokens_in_buffer": 8192,
+        "kv_transfer_timeout_ms": 60000,
+    }
+}
 
 
-def config(role: Role = Role.AGGREGATED, *, images: bool = False, share: float = 0.2, **args: Any) -> EngineConfig:
-    """An engine that takes `share` of the free GPU memory for its KV cache, without block reuse: parity must not depend on it."""
+def config(
+    role: Role = Role.AGGREGATED, *, images: bool = False, share: float = 0.2, **args: Any
+) -> EngineConfig:
+    """An engine that takes `share` of the free GPU memory for its KV cache,
+    without block reuse: parity must not depend on it."""
     shared = {
         "max_seq_len": 4096,
         "max_num_tokens": 4096,

@@ -1,4 +1,5 @@
-"""The portable engine on an NVIDIA GPU, in float32 with TF32 off: against `generate`, against the CPU, and in separate stages."""
+"""The portable engine on an NVIDIA GPU, in float32 with TF32 off:
+against `generate`, against the CPU, and in separate stages."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def chat_ids(info: EngineInfo, images: int) -> tuple[int, ...]:
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_DIRECTORY)
     content = [{"type": "text", "text": QUESTION}, *({"type": "image"} for _ in range(images))]
-    text = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
     ids = tuple(tokenizer(text)["input_ids"])
     assert ids.count(info.placeholder_id("image")) == images
     return ids
@@ -82,7 +85,11 @@ def reference(device: str, seed: int) -> list[int]:
     inputs = processor(text=[text], images=[draw(seed).image], return_tensors="pt").to(device)
     with torch.inference_mode():
         out = model.generate(
-            **inputs, max_new_tokens=OUTPUT_TOKENS, min_new_tokens=OUTPUT_TOKENS, do_sample=False, eos_token_id=None
+            **inputs,
+            max_new_tokens=OUTPUT_TOKENS,
+            min_new_tokens=OUTPUT_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
         )
     return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
@@ -131,10 +138,14 @@ async def test_prefill_on_one_device_continues_on_the_other() -> None:
         prefilled = await gpu.prefill(asked)
         assert prefilled.state is not None
         assert all(tensor.is_cuda for tensor in prefilled.state.tensors.values())
-        state = EngineState(prefilled.state.meta, {name: t.cpu() for name, t in prefilled.state.tensors.items()})
+        state = EngineState(
+            prefilled.state.meta, {name: t.cpu() for name, t in prefilled.state.tensors.items()}
+        )
         output = Output()
         add(output, prefilled.first)
-        follow = EngineRequest(request_id="r", prompt=Prompt(prefilled.prompt_token_ids), sampling=asked.sampling)
+        follow = EngineRequest(
+            request_id="r", prompt=Prompt(prefilled.prompt_token_ids), sampling=asked.sampling
+        )
         async for step in cpu.decode(follow, prefilled.first, state):
             add(output, step)
         assert output.token_ids == whole.token_ids

@@ -98,12 +98,16 @@ async def test_a_bad_request_is_refused_and_the_engine_serves_on(engine: Any) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"min_tokens": 4}])
-async def test_prefill_and_decode_give_what_one_engine_gives(engine: Any, halves: Any, options: dict[str, Any]) -> None:
+async def test_prefill_and_decode_give_what_one_engine_gives(
+    engine: Any, halves: Any, options: dict[str, Any]
+) -> None:
     asked = ask(max_tokens=24, ignore_eos=True, **options)
     whole, parts = await generate(engine, asked), await split(halves, asked)
     assert parts.token_ids == whole.token_ids
     assert parts.finish == whole.finish
-    assert [row.chosen.token_id for row in parts.logprobs] == (parts.token_ids if "logprobs" in options else [])
+    assert [row.chosen.token_id for row in parts.logprobs] == (
+        parts.token_ids if "logprobs" in options else []
+    )
 
 
 async def test_a_decode_that_its_client_leaves_harms_no_other(halves: Any) -> None:

@@ -1,4 +1,5 @@
-"""The record against the installed TensorRT-LLM, its source and its signatures: what the adapter relies on is there."""
+"""The record against the installed TensorRT-LLM, its source and its signatures:
+what the adapter relies on is there."""
 
 from __future__ import annotations
 

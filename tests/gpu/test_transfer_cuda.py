@@ -1,4 +1,5 @@
-"""Hand-overs of CUDA tensors, directly from device memory and staged through the host. Runs where there is a GPU and NIXL."""
+"""Hand-overs of CUDA tensors, directly from device memory and staged through the host.
+Runs where there is a GPU and NIXL."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def staged(request: pytest.FixtureRequest) -> bool:
 async def pair(staged: bool) -> AsyncIterator[tuple[PooledTransfer, PooledTransfer]]:
     """Sender and reader."""
     async with AsyncExitStack() as stack:
-        ends = [PooledTransfer(NixlTransport(), pool_bytes=POOL_BYTES, stage_cuda_on_host=staged) for _ in range(2)]
+        ends = [
+            PooledTransfer(NixlTransport(), pool_bytes=POOL_BYTES, stage_cuda_on_host=staged)
+            for _ in range(2)
+        ]
         for end in ends:
             await end.start()
             stack.push_async_callback(end.close)
@@ -70,7 +74,9 @@ async def test_a_reused_device_segment_is_never_returned(pair: tuple[PooledTrans
 
 
 @pytest.mark.asyncio
-async def test_many_device_hand_overs_at_once_leave_the_pools_empty(pair: tuple[PooledTransfer, PooledTransfer]) -> None:
+async def test_many_device_hand_overs_at_once_leave_the_pools_empty(
+    pair: tuple[PooledTransfer, PooledTransfer],
+) -> None:
     sender, reader = pair
 
     async def hand_over(value: int) -> bool:

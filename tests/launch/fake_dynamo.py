@@ -1,10 +1,11 @@
 """Stands in for a Python with Dynamo: `DYNAMO_PYTHON` of the launch tests.
 
-`-m dynamo.frontend` lists the model when FAKE_WORKERS workers have registered in DYN_FILE_KV, and on /health all that have;
-`-m dynamo.trtllm` registers there and waits. FAKE_<ROLE> changes the workers of a role: exit:N ends with status N at once,
-exit-ready:N when the file FAKE_GATE appears, late registers only then, stubborn ignores SIGTERM. Each process notes its id in
-FAKE_PIDS. FAKE_REASONS are reasons, with semicolons between them, that the frontend gives in its log for not listing the model
-FAKE_GROUP, as Dynamo's does. Anything else goes to the real Python.
+`-m dynamo.frontend` lists the model when FAKE_WORKERS workers have registered in DYN_FILE_KV, and on /health
+all that have; `-m dynamo.trtllm` registers there and waits. FAKE_<ROLE> changes the workers of a role:
+exit:N ends with status N at once, exit-ready:N when the file FAKE_GATE appears, late registers only then,
+stubborn ignores SIGTERM. Each process notes its id in FAKE_PIDS. FAKE_REASONS are reasons, with semicolons
+between them, that the frontend gives in its log for not listing the model FAKE_GROUP, as Dynamo's does.
+Anything else goes to the real Python.
 """
 
 from __future__ import annotations

@@ -14,8 +14,27 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
 DEADLINE_S = 60.0
 # What the scripts read; a test sets what it needs.
-SCRIPT_VARIABLES = ("MODEL_PATH", "SERVED_MODEL_NAME", "MODALITY", "ENGINE", "ALLOWED_LOCAL_MEDIA_PATH", "MAX_FILE_SIZE_MB")
-SCRIPT_PREFIXES = ("DYN", "NUM_", "AGG_", "PREFILL_", "DECODE_", "ENCODE_", "LAUNCH_", "FAKE_", "CUDA_", "OMP_", "PYTHONPATH")
+SCRIPT_VARIABLES = (
+    "MODEL_PATH",
+    "SERVED_MODEL_NAME",
+    "MODALITY",
+    "ENGINE",
+    "ALLOWED_LOCAL_MEDIA_PATH",
+    "MAX_FILE_SIZE_MB",
+)
+SCRIPT_PREFIXES = (
+    "DYN",
+    "NUM_",
+    "AGG_",
+    "PREFILL_",
+    "DECODE_",
+    "ENCODE_",
+    "LAUNCH_",
+    "FAKE_",
+    "CUDA_",
+    "OMP_",
+    "PYTHONPATH",
+)
 
 
 def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -39,7 +58,9 @@ def script_environment(settings: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in read} | dict(settings)
 
 
-def run_script(name: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    name: str, *arguments: str, cwd: Path = ROOT, **settings: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a launch script to its end."""
     return subprocess.run(
         [LAUNCH / name, *arguments],

@@ -36,10 +36,21 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # Each is of use to some roles only, and to none in some topologies.
-FOR_SOME_ROLES = ["--max-seq-len", "4096", "--max-images", "3", "--peer-timeout", "50", "--transfer-ttl", "50"]
+FOR_SOME_ROLES = [
+    "--max-seq-len",
+    "4096",
+    "--max-images",
+    "3",
+    "--peer-timeout",
+    "50",
+    "--transfer-ttl",
+    "50",
+]
 
 
-def assert_told(output: list[str], errors: str, *, picture: Path | None = None, question: str, caption: str) -> None:
+def assert_told(
+    output: list[str], errors: str, *, picture: Path | None = None, question: str, caption: str
+) -> None:
     """The lines of a whole demo; the answer is the last one."""
     assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+ model=demo", output[0])
     shown = Path(output[1].removeprefix("picture: "))
@@ -52,7 +63,9 @@ def assert_told(output: list[str], errors: str, *, picture: Path | None = None, 
 
 
 @pytest.mark.parametrize("topology", ["disagg_e_pd", "epd_disagg"])
-def test_with_encode_workers_the_answer_is_the_last_line_whatever_flags_go_to_all_roles(topology: str) -> None:
+def test_with_encode_workers_the_answer_is_the_last_line_whatever_flags_go_to_all_roles(
+    topology: str,
+) -> None:
     done = demo("--topology", topology, "--", *FOR_SOME_ROLES)
     assert done.returncode == 0, done.stderr
     assert_told(done.stdout.splitlines(), done.stderr, question="Describe the image", caption=CAPTION)
@@ -64,10 +77,14 @@ def test_prefill_and_decode_answer_another_question_about_another_picture(tmp_pa
     question = "Describe the picture."
     done = demo("--topology", "disagg", "--image", str(path), "--prompt", question, "--", *FOR_SOME_ROLES)
     assert done.returncode == 0, done.stderr
-    assert_told(done.stdout.splitlines(), done.stderr, picture=path, question=question, caption=picture.caption)
+    assert_told(
+        done.stdout.splitlines(), done.stderr, picture=path, question=question, caption=picture.caption
+    )
 
 
-def test_a_model_that_the_frontend_cannot_use_ends_the_launch_with_the_frontends_own_reason(tmp_path: Path) -> None:
+def test_a_model_that_the_frontend_cannot_use_ends_the_launch_with_the_frontends_own_reason(
+    tmp_path: Path,
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO_DIRECTORY, model)
     (model / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {}, "merges": 5}}')
@@ -92,7 +109,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], 
             stderr=err,
         )
     try:
-        wait_until(lambda: "answer: " in output.read_text() or process.poll() is not None, "the answer", DEADLINE_S)
+        wait_until(
+            lambda: "answer: " in output.read_text() or process.poll() is not None, "the answer", DEADLINE_S
+        )
         yield output.read_text().splitlines(), errors.read_text()
     finally:
         process.terminate()
@@ -109,11 +128,23 @@ def test_keep_goes_on_serving_and_prints_a_curl_line_that_works(kept: tuple[list
     assert CAPTION in asked.stdout
 
 
-def test_a_file_that_is_no_picture_ends_in_one_sentence_and_a_failure(kept: tuple[list[str], str], tmp_path: Path) -> None:
+def test_a_file_that_is_no_picture_ends_in_one_sentence_and_a_failure(
+    kept: tuple[list[str], str], tmp_path: Path
+) -> None:
     path = tmp_path / "picture.png"
     path.write_text("no picture")
     url = kept[0][0].removeprefix("ready: ").removesuffix(" model=demo")
-    command = [sys.executable, "-m", "dynamo.trtllm.demo.ask", "--url", url, "--model", "demo", "--image", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "dynamo.trtllm.demo.ask",
+        "--url",
+        url,
+        "--model",
+        "demo",
+        "--image",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 1
     (sentence,) = done.stderr.splitlines()
@@ -140,7 +171,10 @@ print(urllib.request.urlopen(request).read().decode())
 def test_options_that_cannot_work_are_refused_before_anything_is_set_up() -> None:
     for arguments, sentence in (
         (["--image", "/no/such/file"], "demo.sh: --image: there is no file /no/such/file"),
-        (["--topology", "ring"], "demo.sh: there is no topology ring: choose agg, disagg, disagg_e_pd or epd_disagg"),
+        (
+            ["--topology", "ring"],
+            "demo.sh: there is no topology ring: choose agg, disagg, disagg_e_pd or epd_disagg",
+        ),
         (["--prompt"], "demo.sh: --prompt needs a value"),
     ):
         done = run_script("demo.sh", *arguments)
@@ -162,7 +196,15 @@ def test_a_dry_run_shows_the_demo_model_on_the_portable_engine_and_ignores_other
     assert all("DYN_MM_ALLOW_INTERNAL=1" in words and "OMP_NUM_THREADS=1" in words for words in commands)
     assert all("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS=60000" in words for words in commands)
     starts = [words[words.index("/some/python") + 2 :] for words in commands]
-    model = ["dynamo.trtllm", "--model-path", "demo", "--engine", "transformers", "--served-model-name", "demo"]
+    model = [
+        "dynamo.trtllm",
+        "--model-path",
+        "demo",
+        "--engine",
+        "transformers",
+        "--served-model-name",
+        "demo",
+    ]
     assert starts[0] == ["dynamo.frontend", "--http-port", "18000", "--http-host", "127.0.0.1"]
     assert [words[: len(model)] for words in starts[1:4]] == [model] * 3
     client = ["dynamo.trtllm.demo.ask", "--url", "http://127.0.0.1:18000", "--model", "demo"]

@@ -1,4 +1,5 @@
-"""What the scripts would run with TensorRT-LLM, held to `--check`: models it can serve that way, and GPUs for every rank."""
+"""What the scripts would run with TensorRT-LLM, held to `--check`:
+models it can serve that way, and GPUs for every rank."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def workers(script: str, settings: dict[str, str], *arguments: str) -> list[tupl
     for line in done.stdout.splitlines():
         words = shlex.split(line)
         if "dynamo.trtllm" in words:
-            environment = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
+            environment = dict(
+                word.split("=", 1) for word in words if "=" in word and not word.startswith("-")
+            )
             found.append((environment, words[words.index("dynamo.trtllm") + 1 :]))
     return found
 
@@ -79,7 +82,9 @@ def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
-@pytest.mark.parametrize(("script", "settings"), LAUNCHES, ids=[" ".join([name, *given.values()]) for name, given in LAUNCHES])
+@pytest.mark.parametrize(
+    ("script", "settings"), LAUNCHES, ids=[" ".join([name, *given.values()]) for name, given in LAUNCHES]
+)
 def test_check_finds_no_fault_in_any_worker_of_a_script_and_each_has_a_gpu_for_every_rank(
     script: str, settings: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,12 +105,23 @@ def test_workers_of_one_launch_share_no_gpu_and_prefill_fits_decode(
         found = workers(script, settings)
         # The encode worker of Llama 4 loads no weights, so it may share a GPU.
         loading = [environment for environment, words in found if not (SCOUT in words and "encode" in words)]
-        devices = [gpu for environment in loading for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        devices = [
+            gpu
+            for environment in loading
+            for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            if gpu
+        ]
         assert len(devices) == len(set(devices)), script
-        files = {words[words.index("--disaggregation-mode") + 1]: words for _, words in found if "--disaggregation-mode" in words}
+        files = {
+            words[words.index("--disaggregation-mode") + 1]: words
+            for _, words in found
+            if "--disaggregation-mode" in words
+        }
         if "prefill" in files:
             other = files["decode"][files["decode"].index("--extra-engine-args") + 1]
-            assert check([*files["prefill"], "--against", other], tmp_path, capsys).endswith("no fault found\n"), script
+            assert check([*files["prefill"], "--against", other], tmp_path, capsys).endswith(
+                "no fault found\n"
+            ), script
 
 
 def test_only_a_model_whose_prefill_cannot_take_embeddings_leaves_an_encode_worker_files_alone(
@@ -127,17 +143,36 @@ def test_a_model_that_takes_neither_is_refused_by_each_worker_that_would_need_it
         "PREFILL_ENGINE_ARGS": str(QWEN2 / "prefill.yaml"),
         "DECODE_ENGINE_ARGS": str(QWEN2 / "decode.yaml"),
     }
-    found = {words[words.index("--disaggregation-mode") + 1]: words for _, words in workers("epd_disagg.sh", settings)}
-    faults = [line for line in check(found[role], tmp_path, capsys).splitlines() if line.startswith("fault: ")]
+    found = {
+        words[words.index("--disaggregation-mode") + 1]: words
+        for _, words in workers("epd_disagg.sh", settings)
+    }
+    faults = [
+        line for line in check(found[role], tmp_path, capsys).splitlines() if line.startswith("fault: ")
+    ]
     expected = {
-        "encode": ["fault: TensorRT-LLM cannot encode images of Qwen2VLForConditionalGeneration in a worker of their own"],
-        "prefill": ["fault: TensorRT-LLM takes no embeddings for Qwen2VLForConditionalGeneration from an encode worker"],
+        "encode": [
+            (
+                "fault: TensorRT-LLM cannot encode images of Qwen2VLForConditionalGeneration "
+                "in a worker of their own"
+            )
+        ],
+        "prefill": [
+            (
+                "fault: TensorRT-LLM takes no embeddings for Qwen2VLForConditionalGeneration "
+                "from an encode worker"
+            )
+        ],
         "decode": [],
     }
-    assert [fault.partition(":")[0] + ":" + fault.partition(":")[2].partition(":")[0] for fault in faults] == expected[role]
+    assert [
+        fault.partition(":")[0] + ":" + fault.partition(":")[2].partition(":")[0] for fault in faults
+    ] == expected[role]
 
 
-@pytest.mark.parametrize("script", ["agg.sh", "disagg.sh", "disagg_multimodal.sh", "disagg_e_pd.sh", "epd_disagg.sh"])
+@pytest.mark.parametrize(
+    "script", ["agg.sh", "disagg.sh", "disagg_multimodal.sh", "disagg_e_pd.sh", "epd_disagg.sh"]
+)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -20,7 +20,9 @@ FRONTEND = ["-m", "dynamo.frontend", "--http-port", "8000"]
 ENCODE = "dyn://dynamo.tensorrt_llm_encode.generate"
 
 
-def planned(name: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> list[tuple[dict[str, str], list[str]]]:
+def planned(
+    name: str, *arguments: str, cwd: Path = ROOT, **settings: str
+) -> list[tuple[dict[str, str], list[str]]]:
     """The commands that `--dry-run` prints: for each, its environment and its words after the Python."""
     done = run_script(name, "--dry-run", *arguments, cwd=cwd, **{"DYNAMO_PYTHON": PYTHON} | settings)
     assert (done.returncode, done.stderr) == (0, "")
@@ -50,7 +52,9 @@ def test_help_says_what_the_script_does_and_names_its_variables(script: str) -> 
     done = run_script(script, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"launch/{script}" in done.stdout
-    assert not [word for word in ("--dry-run", "MODEL_PATH", "DYN_HTTP_PORT", "ENGINE") if word not in done.stdout]
+    assert not [
+        word for word in ("--dry-run", "MODEL_PATH", "DYN_HTTP_PORT", "ENGINE") if word not in done.stdout
+    ]
     assert "set -euo" not in done.stdout
 
 
@@ -58,7 +62,9 @@ def test_help_says_what_the_script_does_and_names_its_variables(script: str) -> 
 def test_an_unknown_option_is_refused_by_name(script: str) -> None:
     done = run_script(script, "--fast", MODEL_PATH="m")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{script}: unknown option --fast (--help lists the options; arguments for the workers go after --)\n"
+    assert done.stderr == (
+        f"{script}: unknown option --fast (--help lists the options; arguments for the workers go after --)\n"
+    )
 
 
 def test_agg_plans_a_frontend_and_one_worker_with_what_is_set_and_nothing_else() -> None:
@@ -77,7 +83,9 @@ def test_agg_plans_a_frontend_and_one_worker_with_what_is_set_and_nothing_else()
     assert commands == [(environment, FRONTEND), (environment, worker())]
 
 
-def test_every_variable_becomes_its_flag_and_arguments_after_the_dashes_go_to_the_worker(tmp_path: Path) -> None:
+def test_every_variable_becomes_its_flag_and_arguments_after_the_dashes_go_to_the_worker(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.yaml").touch()
     commands = planned(
         "agg.sh",
@@ -103,8 +111,24 @@ def test_every_variable_becomes_its_flag_and_arguments_after_the_dashes_go_to_th
     (frontend_environment, frontend), (environment, words) = commands
     assert frontend == ["-m", "dynamo.frontend", "--http-port", "18000", "--http-host", "::1"]
     assert words == [
-        *["-m", "dynamo.trtllm", "--model-path", "m", "--engine", "transformers", "--served-model-name", "my model"],
-        *["--modality", "text", "--extra-engine-args", str(tmp_path / "mine.yaml"), "--allowed-local-media-path", "/data"],
+        *[
+            "-m",
+            "dynamo.trtllm",
+            "--model-path",
+            "m",
+            "--engine",
+            "transformers",
+            "--served-model-name",
+            "my model",
+        ],
+        *[
+            "--modality",
+            "text",
+            "--extra-engine-args",
+            str(tmp_path / "mine.yaml"),
+            "--allowed-local-media-path",
+            "/data",
+        ],
         *["--max-file-size-mb", "7", "--max-images", "3", "a b"],
     ]
     assert environment["DYN_DISCOVERY_BACKEND"] == "etcd"
@@ -166,15 +190,31 @@ def test_counts_give_more_workers_of_a_role_each_with_gpus_and_status_port_of_it
     )
     roles = [words[words.index("--disaggregation-mode") + 1] for _, words in commands[1:]]
     assert roles == ["encode", "encode", "prefill", "prefill", "decode"]
-    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment, _ in commands] == [None, "0", "0", "1,2", "3,4", None]
-    assert [environment["DYN_SYSTEM_PORT"] for environment, _ in commands] == ["-1", "9000", "9001", "9002", "9003", "9004"]
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment, _ in commands] == [
+        None,
+        "0",
+        "0",
+        "1,2",
+        "3,4",
+        None,
+    ]
+    assert [environment["DYN_SYSTEM_PORT"] for environment, _ in commands] == [
+        "-1",
+        "9000",
+        "9001",
+        "9002",
+        "9003",
+        "9004",
+    ]
 
 
 @pytest.mark.parametrize("count", ["0", "two", "-1"])
 def test_a_count_that_is_none_is_refused(count: str) -> None:
     done = run_script("disagg.sh", "--dry-run", MODEL_PATH="m", NUM_DECODE_WORKERS=count)
     assert done.returncode == 2
-    assert done.stderr == f"disagg.sh: NUM_DECODE_WORKERS must be a whole number of at least 1, not '{count}'\n"
+    assert (
+        done.stderr == f"disagg.sh: NUM_DECODE_WORKERS must be a whole number of at least 1, not '{count}'\n"
+    )
 
 
 PORTS = {
@@ -189,17 +229,25 @@ KUBERNETES = " (Kubernetes sets it so for a service of that name: set it yoursel
 @pytest.mark.parametrize("script", ["agg.sh", "epd_disagg.sh"])
 @pytest.mark.parametrize("variable", PORTS)
 @pytest.mark.parametrize("value", ["tcp://10.0.0.1:9090", "70000", "08080", "-2", "80 80", "$(id)", "http"])
-def test_a_variable_that_holds_no_port_is_refused_in_one_sentence(script: str, variable: str, value: str) -> None:
+def test_a_variable_that_holds_no_port_is_refused_in_one_sentence(
+    script: str, variable: str, value: str
+) -> None:
     done = run_script(script, "--dry-run", MODEL_PATH="m", **{variable: value})
     advice = KUBERNETES if value.startswith("tcp:") else ""
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"{script}: {variable} must be a port number {PORTS[variable]}, not '{value}'{advice}\n"
+    assert (
+        done.stderr
+        == f"{script}: {variable} must be a port number {PORTS[variable]}, not '{value}'{advice}\n"
+    )
 
 
 def test_status_ports_of_all_workers_must_be_ports() -> None:
     done = run_script("disagg.sh", "--dry-run", MODEL_PATH="m", DYN_SYSTEM_PORT="32767")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "disagg.sh: DYN_SYSTEM_PORT must leave a port up to 32767 to each of the workers, not '32767'\n"
+    assert (
+        done.stderr
+        == "disagg.sh: DYN_SYSTEM_PORT must leave a port up to 32767 to each of the workers, not '32767'\n"
+    )
     environment, _ = planned("agg.sh", MODEL_PATH="m", DYN_SYSTEM_PORT="-1")[1]
     assert environment["DYN_SYSTEM_PORT"] == "-1"
 
@@ -208,7 +256,10 @@ def test_status_ports_of_all_workers_must_be_ports() -> None:
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "1e3"])
 def test_a_variable_that_holds_no_seconds_is_refused(variable: str, value: str) -> None:
     done = run_script("agg.sh", "--dry-run", MODEL_PATH="m", **{variable: value})
-    assert (done.returncode, done.stderr) == (2, f"agg.sh: {variable} must be a number of seconds, not '{value}'\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"agg.sh: {variable} must be a number of seconds, not '{value}'\n",
+    )
 
 
 def test_a_python_that_is_not_there_is_refused_when_it_has_to_find_a_free_port() -> None:
@@ -238,11 +289,17 @@ def test_gpus_are_given_out_by_default_for_tensorrt_llm_only() -> None:
         ("disagg.sh", [("Qwen/Qwen3-0.6B", "text", f"qwen3/{role}.yaml") for role in ("prefill", "decode")]),
         (
             "disagg_multimodal.sh",
-            [("Qwen/Qwen2-VL-7B-Instruct", "multimodal", f"qwen2-vl-7b-instruct/{role}.yaml") for role in ("prefill", "decode")],
+            [
+                ("Qwen/Qwen2-VL-7B-Instruct", "multimodal", f"qwen2-vl-7b-instruct/{role}.yaml")
+                for role in ("prefill", "decode")
+            ],
         ),
         (
             "disagg_e_pd.sh",
-            [("Qwen/Qwen2.5-VL-7B-Instruct", "multimodal", f"qwen2.5-vl-7b-instruct/{role}.yaml") for role in ("encode", "agg")],
+            [
+                ("Qwen/Qwen2.5-VL-7B-Instruct", "multimodal", f"qwen2.5-vl-7b-instruct/{role}.yaml")
+                for role in ("encode", "agg")
+            ],
         ),
         (
             "epd_disagg.sh",
@@ -260,7 +317,9 @@ def test_without_a_model_each_script_serves_its_own_with_that_models_configurati
     for words in words_of(script)[1:]:
         assert words[: len(worker())] == worker(model=words[3], engine="tensorrt_llm", modality=words[7])
         found.append((words[3], words[7], words[words.index("--extra-engine-args") + 1]))
-    assert found == [(model, modality, str(ROOT / "engine_configs" / path)) for model, modality, path in workers]
+    assert found == [
+        (model, modality, str(ROOT / "engine_configs" / path)) for model, modality, path in workers
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["./examples/backends/trtllm/", "examples/backends/trtllm/", "./", ""])
@@ -273,7 +332,10 @@ def test_the_guides_paths_of_engine_configurations_are_found_here(prefix: str, t
 def test_an_engine_configuration_that_is_nowhere_is_refused_by_its_variable() -> None:
     done = run_script("disagg.sh", "--dry-run", MODEL_PATH="m", DECODE_ENGINE_ARGS="nowhere.yaml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"disagg.sh: DECODE_ENGINE_ARGS: there is no file nowhere.yaml, neither here nor in {ROOT}\n"
+    assert (
+        done.stderr
+        == f"disagg.sh: DECODE_ENGINE_ARGS: there is no file nowhere.yaml, neither here nor in {ROOT}\n"
+    )
 
 
 def test_a_python_without_dynamo_is_refused_with_the_command_that_sets_one_up(tmp_path: Path) -> None:
@@ -285,7 +347,9 @@ def test_a_python_without_dynamo_is_refused_with_the_command_that_sets_one_up(tm
     assert done.stderr.startswith(f"agg.sh: {python} has no Dynamo: run launch/lib/setup.sh")
 
 
-@pytest.mark.parametrize(("script", "workers"), [("agg.sh", 1), ("disagg.sh", 2), ("disagg_e_pd.sh", 2), ("epd_disagg.sh", 3)])
+@pytest.mark.parametrize(
+    ("script", "workers"), [("agg.sh", 1), ("disagg.sh", 2), ("disagg_e_pd.sh", 2), ("epd_disagg.sh", 3)]
+)
 def test_a_topology_says_once_that_it_is_ready_and_sigterm_leaves_nothing(
     start: Callable[..., Running], script: str, workers: int
 ) -> None:
@@ -306,10 +370,16 @@ def test_the_output_of_every_process_carries_its_label(start: Callable[..., Runn
     running.wait_ready()
     wait_until(lambda: running.output.count("hello") == 3, "three greetings")
     greetings = {line for line in running.output.splitlines() if "hello" in line}
-    assert greetings == {"[prefill] hello from prefill", "[decode-1] hello from decode", "[decode-2] hello from decode"}
+    assert greetings == {
+        "[prefill] hello from prefill",
+        "[decode-1] hello from decode",
+        "[decode-2] hello from decode",
+    }
 
 
-def test_a_topology_is_ready_only_when_every_worker_is_there(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_a_topology_is_ready_only_when_every_worker_is_there(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     running = start("disagg.sh", NUM_DECODE_WORKERS="2", FAKE_DECODE="late", FAKE_GATE=str(gate))
     wait_until(lambda: "waiting for some-model, " in running.errors, "a second word about waiting")
@@ -334,7 +404,9 @@ def test_a_worker_that_cannot_start_ends_the_rest_and_is_named(start: Callable[.
     assert running.leftovers() == []
 
 
-def test_a_worker_that_ends_well_while_serving_is_a_failure_too(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_a_worker_that_ends_well_while_serving_is_a_failure_too(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     running = start("disagg.sh", FAKE_WORKERS="2", FAKE_PREFILL="exit-ready:0", FAKE_GATE=str(gate))
     running.wait_ready()
@@ -404,7 +476,9 @@ def test_a_reason_that_the_frontend_repeats_ends_the_wait_and_is_told(start: Cal
 def test_reasons_that_change_or_are_anothers_do_not_end_the_wait(
     start: Callable[..., Running], group: str, reasons: str, words: str
 ) -> None:
-    running = start("agg.sh", FAKE_WORKERS="2", FAKE_GROUP=group, FAKE_REASONS=reasons, LAUNCH_READY_TIMEOUT_S="1.5")
+    running = start(
+        "agg.sh", FAKE_WORKERS="2", FAKE_GROUP=group, FAKE_REASONS=reasons, LAUNCH_READY_TIMEOUT_S="1.5"
+    )
     assert running.wait() == 1
     assert f"launch: some-model was not listed within 1.5 s{words}" in running.errors.splitlines()
 
@@ -414,12 +488,19 @@ def test_a_port_in_use_is_refused_before_anything_starts(start: Callable[..., Ru
         port = taken.getsockname()[1]
         running = start("agg.sh", DYN_HTTP_PORT=str(port))
         assert running.wait() == 1
-    assert f"launch: port {port} cannot be used (Address already in use); set DYN_HTTP_PORT to another one\n" in running.errors
+    assert (
+        f"launch: port {port} cannot be used (Address already in use); set DYN_HTTP_PORT to another one\n"
+        in running.errors
+    )
     assert running.pids == []
 
 
 def test_scripts_pass_shellcheck_from_the_root_of_the_repository() -> None:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.sh"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.sh"], cwd=ROOT, capture_output=True, text=True
+    )
     assert str(LAUNCH.relative_to(ROOT) / "agg.sh") in listed.stdout.split()
-    done = subprocess.run(["shellcheck", "-x", *listed.stdout.split()], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["shellcheck", "-x", *listed.stdout.split()], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.stdout == ""

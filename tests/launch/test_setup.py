@@ -1,4 +1,5 @@
-"""The set-up of .venv: what it runs, when it does nothing, and how it fails. Stand-ins for uv and python3 note their calls."""
+"""The set-up of .venv: what it runs, when it does nothing, and how it fails.
+Stand-ins for uv and python3 note their calls."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ UV = """#!/bin/sh
 [ "$1" = --version ] || echo "uv $*" >>"$CALLS"
 case "$1 $2" in
     "venv "*)
-        mkdir -p "$SETUP_TARGET/bin" && touch "$SETUP_TARGET/bin/python" && chmod +x "$SETUP_TARGET/bin/python"
+        mkdir -p "$SETUP_TARGET/bin" && touch "$SETUP_TARGET/bin/python"
+        chmod +x "$SETUP_TARGET/bin/python"
         until [ -z "$GATE" ] || [ -e "$GATE" ]; do :; done ;;
     "pip install") [ -z "$UV_FAILS" ] ;;
 esac
@@ -77,7 +79,9 @@ class Checkout:
     def start(self, **settings: str) -> subprocess.Popen[str]:
         command = [str(self.root / "launch" / "lib" / "setup.sh")]
         environment = self.environment | settings
-        return subprocess.Popen(command, cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def run(self, **settings: str) -> tuple[int, str]:
         process = self.start(**settings)
@@ -90,14 +94,19 @@ def make(tmp_path: Path) -> Callable[[bool], Checkout]:
     return lambda with_uv: Checkout(tmp_path, with_uv)
 
 
-def test_the_first_run_makes_the_environment_from_the_pins_and_this_checkout(make: Callable[[bool], Checkout]) -> None:
+def test_the_first_run_makes_the_environment_from_the_pins_and_this_checkout(
+    make: Callable[[bool], Checkout],
+) -> None:
     checkout = make(True)
     status, output = checkout.run()
     assert status == 0, output
     assert checkout.calls == [
         f"uv venv --quiet --allow-existing --python {checkout.tools}/python3 ROOT/.venv",
         "uv pip install --python ROOT/.venv/bin/python --no-deps -r ROOT/requirements.lock",
-        "uv pip install --quiet --python ROOT/.venv/bin/python --no-deps --no-build-isolation --editable ROOT",
+        (
+            "uv pip install --quiet --python ROOT/.venv/bin/python --no-deps "
+            "--no-build-isolation --editable ROOT"
+        ),
     ]
 
 
@@ -120,11 +129,15 @@ def test_a_checkout_that_was_moved_is_set_up_again(make: Callable[[bool], Checko
     assert (checkout.run(SETUP_TARGET=f"{moved}/.venv")[0], len(checkout.calls)) == (0, 6)
 
 
-def test_a_failed_installation_is_told_in_words_and_tried_again_next_time(make: Callable[[bool], Checkout]) -> None:
+def test_a_failed_installation_is_told_in_words_and_tried_again_next_time(
+    make: Callable[[bool], Checkout],
+) -> None:
     checkout = make(True)
     status, output = checkout.run(UV_FAILS="1")
     assert status == 1
-    assert output.splitlines()[-1].startswith("set-up: packages could not be installed (see above): is a package index reachable")
+    assert output.splitlines()[-1].startswith(
+        "set-up: packages could not be installed (see above): is a package index reachable"
+    )
     assert checkout.run()[0] == 0
 
 
@@ -150,7 +163,9 @@ def test_without_uv_it_is_installed_under_the_environment(make: Callable[[bool],
     assert len(checkout.calls) == 4
 
 
-def test_without_uv_and_without_the_venv_module_pip_installs_it_to_a_folder(make: Callable[[bool], Checkout]) -> None:
+def test_without_uv_and_without_the_venv_module_pip_installs_it_to_a_folder(
+    make: Callable[[bool], Checkout],
+) -> None:
     checkout = make(False)
     status, output = checkout.run(NO_VENV="1")
     assert status == 0, output
@@ -160,7 +175,10 @@ def test_without_uv_and_without_the_venv_module_pip_installs_it_to_a_folder(make
 def test_without_uv_venv_and_pip_it_says_what_to_install(make: Callable[[bool], Checkout]) -> None:
     status, output = make(False).run(NO_VENV="1", NO_PIP="1")
     assert status == 1
-    assert "set-up: needs uv, or a python3 with the venv or pip module (on Debian: apt-get install python3-venv)" in output
+    assert (
+        "set-up: needs uv, or a python3 with the venv or pip module (on Debian: apt-get install python3-venv)"
+        in output
+    )
 
 
 def test_a_python_of_another_version_is_left_to_uv_to_replace(make: Callable[[bool], Checkout]) -> None:

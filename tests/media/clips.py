@@ -1,4 +1,5 @@
-"""Clips drawn for the tests. Every frame carries its own number as bars, so that a test reads which frame it got."""
+"""Clips drawn for the tests. Every frame carries its own number as bars,
+so that a test reads which frame it got."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ Frame = NDArray[np.uint8]
 
 
 def numbered(number: int, size: tuple[int, int] = SIZE) -> Frame:
-    """A frame `[height, width, 3]` whose eight bars are white where the bits of `number` are set. The highest bit is at the
-    left; the lower half is red, so that a turned frame is seen.
+    """A frame `[height, width, 3]` whose eight bars are white where the bits of `number` are set.
+    The highest bit is at the left; the lower half is red, so that a turned frame is seen.
     """
     width, height = size
     frame = np.zeros((height, width, 3), np.uint8)
@@ -62,7 +63,8 @@ def clip(
     sound_s: float = 0.0,
     adjust: Callable[[Any], None] = lambda frame: None,
 ) -> bytes:
-    """An encoded clip. `when` gives a frame's time in units of `1 / rate`; `draw` gives RGB or RGBA pixels."""
+    """An encoded clip. `when` gives a frame's time in units of `1 / rate`;
+    `draw` gives RGB or RGBA pixels."""
     options = dict(options or {}) or ({"preset": "ultrafast", "bf": "2"} if codec == "libx264" else {})
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"clip.{container}"
@@ -118,7 +120,8 @@ def sound_only(container: str = "mp4", *, cover: bool = False) -> bytes:
 
 
 def turned(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
-    """An MP4 clip whose display matrix is `a, b, c, d` (whole numbers), as a phone writes that was held otherwise."""
+    """An MP4 clip whose display matrix is `a, b, c, d` (whole numbers),
+    as a phone writes that was held otherwise."""
     at = data.index(b"tkhd") + 4 + 4 + 4 * 5 + 8 + 8
     a, b, c, d = (value << 16 for value in matrix)
     return data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36 :]
@@ -132,7 +135,8 @@ def trimmed(data: bytes, ticks: int) -> bytes:
 
 
 def without_beginning(data: bytes, keyframe: int) -> bytes:
-    """An MP4 clip cut at its `keyframe`-th keyframe without decoding, so that frames before it in time come after it."""
+    """An MP4 clip cut at its `keyframe`-th keyframe without decoding,
+    so that frames before it in time come after it."""
     with tempfile.TemporaryDirectory() as directory:
         before, after = Path(directory) / "before.mp4", Path(directory) / "after.mp4"
         before.write_bytes(data)

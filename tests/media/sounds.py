@@ -22,7 +22,8 @@ def tone(seconds: float, *, hertz: float = 440.0, rate: int = 16000, level: floa
 def wav(
     channels: Samples, *, rate: int = 16000, bits: int = 16, floating: bool = False, size: int | None = None
 ) -> bytes:
-    """A WAV file of `[samples]` or `[channels, samples]` within -1 and 1; `size` is what it declares of its data."""
+    """A WAV file of `[samples]` or `[channels, samples]` within -1 and 1;
+    `size` is what it declares of its data."""
     wave = np.atleast_2d(channels)
     if floating:
         body = wave.T.astype(f"<f{bits // 8}").tobytes()

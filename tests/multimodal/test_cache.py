@@ -117,7 +117,7 @@ async def test_a_cancelled_first_caller_does_not_cancel_the_others() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_computation_that_nobody_waits_for_any_more_is_cancelled_and_the_next_caller_begins_anew() -> None:
+async def test_a_computation_that_nobody_awaits_is_cancelled_and_the_next_caller_begins_anew() -> None:
     cache, work = cache_of(10), Work(held=True)
     callers = [asyncio.create_task(cache.get_or_compute("k", work)) for _ in range(2)]
     await work.started.wait()

@@ -12,7 +12,8 @@ from dynamo.trtllm.multimodal.data_url import decode_payload
 from dynamo.trtllm.multimodal.parts import DataSource
 
 CONFIG = MediaConfig(max_file_bytes=1000)
-DATA = bytes(range(250, 256)) + b"\xfb\xff\xbe>?" + b"xy"  # its base64 has '+' and '/' and one sign of padding or two
+# its base64 has '+' and '/' and one sign of padding or two
+DATA = bytes(range(250, 256)) + b"\xfb\xff\xbe>?" + b"xy"
 
 
 def base64_source(payload: str) -> DataSource:

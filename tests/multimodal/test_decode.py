@@ -33,10 +33,14 @@ def png_chunk(name: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
-def png(width: int, height: int, *, depth: int = 8, color: int = 0, rows: bytes = b"", extra: bytes = b"") -> bytes:
+def png(
+    width: int, height: int, *, depth: int = 8, color: int = 0, rows: bytes = b"", extra: bytes = b""
+) -> bytes:
     """A PNG written by hand: `rows` are the raw scan lines, each with its filter byte."""
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    body = png_chunk(b"IHDR", header) + extra + png_chunk(b"IDAT", zlib.compress(rows)) + png_chunk(b"IEND", b"")
+    body = (
+        png_chunk(b"IHDR", header) + extra + png_chunk(b"IDAT", zlib.compress(rows)) + png_chunk(b"IEND", b"")
+    )
     return b"\x89PNG\r\n\x1a\n" + body
 
 
@@ -78,7 +82,9 @@ def message_of(data: bytes, config: MediaConfig = CONFIG) -> str:
         ("TIFF", {"big_tiff": True}, 0),
     ],
 )
-def test_each_accepted_format_gives_its_size_and_colours(kind: str, options: dict[str, Any], tolerance: int) -> None:
+def test_each_accepted_format_gives_its_size_and_colours(
+    kind: str, options: dict[str, Any], tolerance: int
+) -> None:
     image = Image.new("RGB", (48, 32), RED)
     image.paste(BLUE, (24, 0, 48, 32))
     data = encoded(image, kind, **options)
@@ -131,24 +137,35 @@ class TestColourModels:
             assert pixel(png(1, 1, depth=16, rows=b"\0" + struct.pack(">H", value))) == (grey, grey, grey)
 
     def test_16_bit_colour_and_grey_with_alpha_keep_their_high_bytes(self) -> None:
-        assert pixel(png(1, 1, depth=16, color=2, rows=b"\0" + struct.pack(">HHH", 0xFFFF, 0x8080, 0))) == (255, 128, 0)
+        assert pixel(png(1, 1, depth=16, color=2, rows=b"\0" + struct.pack(">HHH", 0xFFFF, 0x8080, 0))) == (
+            255,
+            128,
+            0,
+        )
         assert pixel(png(1, 1, depth=16, color=4, rows=b"\0" + struct.pack(">HH", 0, 0))) == WHITE
-        assert pixel(png(1, 1, depth=16, color=6, rows=b"\0" + struct.pack(">HHHH", 0, 0, 0xFFFF, 0xFFFF))) == BLUE
+        assert (
+            pixel(png(1, 1, depth=16, color=6, rows=b"\0" + struct.pack(">HHHH", 0, 0, 0xFFFF, 0xFFFF)))
+            == BLUE
+        )
 
     def test_grey_jpeg_is_grey(self) -> None:
         assert_close(pixel(encoded(Image.new("L", (16, 16), 90), "JPEG")), (90, 90, 90), 2)
 
     @pytest.mark.parametrize(
-        ("ink", "color"), [((0, 255, 255, 0), RED), ((255, 255, 0, 0), BLUE), ((0, 0, 0, 0), WHITE), ((0, 0, 0, 255), BLACK)]
+        ("ink", "color"),
+        [((0, 255, 255, 0), RED), ((255, 255, 0, 0), BLUE), ((0, 0, 0, 0), WHITE), ((0, 0, 0, 255), BLACK)],
     )
-    def test_cmyk_jpeg_is_not_inverted_with_adobes_mark_or_without(self, ink: tuple[int, ...], color: Color) -> None:
+    def test_cmyk_jpeg_is_not_inverted_with_adobes_mark_or_without(
+        self, ink: tuple[int, ...], color: Color
+    ) -> None:
         adobe = encoded(Image.new("CMYK", (16, 16), ink), "JPEG", quality=95)
         assert b"Adobe" in adobe
         assert_close(pixel(adobe), color, 8)
 
     def test_ycck_jpeg_is_not_inverted(self) -> None:
-        # Adobe stores ink inverted, and YCCK is YCbCr of the stored samples' complement: red ink (0, 255, 255, 0) is stored as
-        # (255, 0, 0, 255), whose complement is cyan. Pillow inverts what it saves, so it is handed the complement once more.
+        # Adobe stores ink inverted, and YCCK is YCbCr of the stored samples' complement: red ink (0, 255,
+        # 255, 0) is stored as (255, 0, 0, 255), whose complement is cyan. Pillow inverts what it saves, so it
+        # is handed the complement once more.
         cyan = Image.new("RGB", (1, 1), (0, 255, 255)).convert("YCbCr").getpixel((0, 0))
         assert isinstance(cyan, tuple)
         stored = Image.new("CMYK", (16, 16), tuple(255 - value for value in (*cyan, 255)))
@@ -162,7 +179,12 @@ class TestColourModels:
         image = Image.new("RGB", (2, 2), (200, 100, 50))
         srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
         assert pixel(encoded(image, "PNG", icc_profile=srgb)) == (200, 100, 50)
-        swapped = srgb.replace(b"rXYZ", b"tmp!").replace(b"bXYZ", b"rXYZ").replace(b"tmp!", b"bXYZ").replace(b"sRGB", b"test")
+        swapped = (
+            srgb.replace(b"rXYZ", b"tmp!")
+            .replace(b"bXYZ", b"rXYZ")
+            .replace(b"tmp!", b"bXYZ")
+            .replace(b"sRGB", b"test")
+        )
         swapped = swapped.replace("sRGB".encode("utf-16-be"), "test".encode("utf-16-be"))
         assert_close(pixel(encoded(image, "PNG", icc_profile=swapped)), (50, 100, 200), 3)
         for broken in (b"x", srgb[:200], bytes(128)):
@@ -187,7 +209,9 @@ class TestOrientation:
             (99, (64, 32), (8, 8)),
         ],
     )
-    def test_all_orientations(self, kind: str, orientation: int, size: tuple[int, int], red_at: tuple[int, int]) -> None:
+    def test_all_orientations(
+        self, kind: str, orientation: int, size: tuple[int, int], red_at: tuple[int, int]
+    ) -> None:
         image = Image.new("RGB", (64, 32), BLUE)
         image.paste(RED, (0, 0, 16, 16))
         exif = Image.Exif()
@@ -237,7 +261,9 @@ class TestRefusals:
         words = f"the type {name} is not accepted; accepted are JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF"
         assert message_of(data) == words
 
-    @pytest.mark.parametrize("data", [b"\0", b"\0\0\0\0\0\x04" * 50, bytes(range(128, 148)), bytes(18) + b"TRUEVISION-XFILE"])
+    @pytest.mark.parametrize(
+        "data", [b"\0", b"\0\0\0\0\0\x04" * 50, bytes(range(128, 148)), bytes(18) + b"TRUEVISION-XFILE"]
+    )
     def test_an_unknown_type_is_refused(self, data: bytes) -> None:
         assert message_of(data).startswith("not an image of a known type; accepted are JPEG")
 
@@ -273,7 +299,11 @@ class TestRefusals:
             (png(1001, 1000), "1001 x 1000"),
             (b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;", "65535 x 65535"),
             (b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\xff\x3f\0\xff\x3f\0", "16384 x 16384"),
-            (b"BM" + struct.pack("<IIIIiiHHIIiiII", 99, 0, 54, 40, 30_000, 30_000, 1, 24, 0, 0, 1, 1, 0, 0), "30000 x 30000"),
+            (
+                b"BM"
+                + struct.pack("<IIIIiiHHIIiiII", 99, 0, 54, 40, 30_000, 30_000, 1, 24, 0, 0, 1, 1, 0, 0),
+                "30000 x 30000",
+            ),
         ],
         ids=["png", "png-huge", "png-largest", "just-over", "gif", "webp", "bmp"],
     )
@@ -288,7 +318,9 @@ class TestRefusals:
         data = bytearray(encoded(Image.new("RGB", (16, 16)), "JPEG"))
         place = data.index(b"\xff\xc0") + 5
         data[place : place + 4] = struct.pack(">HH", 65_000, 65_000)
-        assert message_of(bytes(data)) == "65000 x 65000 pixels exceed this worker's limit of 1 million pixels"
+        assert (
+            message_of(bytes(data)) == "65000 x 65000 pixels exceed this worker's limit of 1 million pixels"
+        )
 
     def test_a_gif_frame_that_reaches_out_of_its_screen_counts_whole(self) -> None:
         data = b"GIF89a\1\0\1\0\0\0\0,\0\0\0\0\xd0\x07\xd0\x07\0\2\2D\1\0;"
@@ -298,7 +330,9 @@ class TestRefusals:
 
     def test_an_operator_may_allow_more_than_pillow_would_warn_about(self) -> None:
         data = png(20_000, 20_000)
-        assert check_header(data, MediaConfig(max_image_pixels=400_000_000)) == ImageHeader("PNG", 20_000, 20_000)
+        assert check_header(data, MediaConfig(max_image_pixels=400_000_000)) == ImageHeader(
+            "PNG", 20_000, 20_000
+        )
 
     def test_exactly_the_limit_is_decoded(self) -> None:
         data = encoded(Image.new("1", (1000, 1000)), "PNG")
@@ -330,7 +364,11 @@ def test_every_mutant_is_an_rgb_picture_or_a_refusal_in_our_words(kind: str) -> 
     exif = Image.Exif()
     exif[0x0112] = 6
     noise = Image.effect_noise((40, 30), 60)
-    image = Image.merge("RGBA", (noise, noise, noise, noise)) if kind in ("PNG", "WebP", "AVIF") else noise.convert("RGB")
+    image = (
+        Image.merge("RGBA", (noise, noise, noise, noise))
+        if kind in ("PNG", "WebP", "AVIF")
+        else noise.convert("RGB")
+    )
     options = {"exif": exif.tobytes()} if kind in ("PNG", "WebP", "JPEG", "TIFF") else {}
     seed = encoded(image, kind, **options)
     refusals: set[str] = set()
@@ -343,7 +381,13 @@ def test_every_mutant_is_an_rgb_picture_or_a_refusal_in_our_words(kind: str) -> 
             refusals.add(fault.message)
     assert BROKEN in refusals
     assert decoded + len(refusals) > 1
-    ours = (BROKEN, "the image is empty", "the image has more pixels", "not an image of a known type;", "the type ")
+    ours = (
+        BROKEN,
+        "the image is empty",
+        "the image has more pixels",
+        "not an image of a known type;",
+        "the type ",
+    )
     ours = (*ours, "the compression ", "a TIFF's samples must", "this kind of ", "the TIFF has ")
     assert all(words.startswith(ours) or "pixels exceed this worker's limit" in words for words in refusals)
 

@@ -132,7 +132,9 @@ async def test_many_at_once_do_not_mix() -> None:
         ),
     ],
 )
-async def test_refusals_come_back_in_the_same_words(data: bytes, words: str, fault: type[ClientFault]) -> None:
+async def test_refusals_come_back_in_the_same_words(
+    data: bytes, words: str, fault: type[ClientFault]
+) -> None:
     with pytest.raises(fault) as caught:
         await decode_apart(data, SMALL, CONFIG)
     assert type(caught.value) is fault
@@ -154,7 +156,10 @@ async def test_what_takes_longer_than_the_limit_is_refused_and_the_next_picture_
     with pytest.raises(LimitFault) as caught:
         await decode_apart(data, header.width * header.height, replace(CONFIG, decode_timeout_s=0.01))
     assert caught.value.message == "decoding the image takes longer than this worker's limit of 0.01 s"
-    assert (await decode_apart(data, header.width * header.height, CONFIG)).size == (header.width, header.height)
+    assert (await decode_apart(data, header.width * header.height, CONFIG)).size == (
+        header.width,
+        header.height,
+    )
 
 
 def load(loader: MediaLoader, directory: Path, shade: int) -> asyncio.Task[Any]:
@@ -190,7 +195,9 @@ async def test_a_client_that_leaves_ends_the_decoding_of_its_picture(tmp_path: P
     loader = await slow_loader(tmp_path)
     leaving = [load(loader, tmp_path, shade) for shade in range(20, 26)]
     before = {each: ticks_of(each) for each in decoders_of(os.getpid())}
-    await eventually(lambda: any(ticks_of(each) > before.get(each, 0) + 5 for each in decoders_of(os.getpid())))
+    await eventually(
+        lambda: any(ticks_of(each) > before.get(each, 0) + 5 for each in decoders_of(os.getpid()))
+    )
     busy = decoders_of(os.getpid())
     for task in leaving:
         task.cancel()

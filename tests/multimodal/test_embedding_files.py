@@ -1,4 +1,5 @@
-"""Embedding files: what PyTorch and safetensors write is read; what attacks, breaks or bloats is refused in fixed words."""
+"""Embedding files: what PyTorch and safetensors write is read;
+what attacks, breaks or bloats is refused in fixed words."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def message_of(data: bytes, suffix: str = ".pt", limit: int = LIMIT) -> str:
     return caught.value.message
 
 
-def rewritten(data: bytes, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+def rewritten(
+    data: bytes, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED
+) -> bytes:
     """The archive `data` with each member changed by `change(name, content)`."""
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w", compression) as new:
@@ -70,7 +73,9 @@ class TestFormats:
     @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".safetensors"])
     @pytest.mark.parametrize("batched", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-    def test_simple_tensor_and_dictionary_in_each_dtype(self, suffix: str, batched: bool, dtype: torch.dtype) -> None:
+    def test_simple_tensor_and_dictionary_in_each_dtype(
+        self, suffix: str, batched: bool, dtype: torch.dtype
+    ) -> None:
         tensor = FEATURES.to(dtype).reshape(1, 4, 6) if batched else FEATURES.to(dtype)
         simple: Any = {"any_name": tensor} if suffix == ".safetensors" else tensor
         dictionary = {"mm_embeddings": tensor, "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -104,7 +109,14 @@ class TestFormats:
 
     @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
     def test_feature_levels_stand_beside_the_main_tensor(self, suffix: str) -> None:
-        loaded = load({"mm_embeddings": FEATURES, "mm_embeddings.1": FEATURES + 1, "mm_embeddings.2": FEATURES[None] + 2}, suffix)
+        loaded = load(
+            {
+                "mm_embeddings": FEATURES,
+                "mm_embeddings.1": FEATURES + 1,
+                "mm_embeddings.2": FEATURES[None] + 2,
+            },
+            suffix,
+        )
         assert {key: float(tensor[0, 0]) for key, tensor in loaded.tensors.items()} == {
             "features": 0.0,
             "features.1": 1.0,
@@ -262,8 +274,12 @@ class TestHostileFiles:
         fits = load_embedding_file(with_pickle(head + b"K\0K\2K\4\x86K\4K\1\x86" + tail), ".pt", LIMIT)
         assert fits.tensors["features"].shape == (2, 4)
 
-    def test_a_deflated_archive_is_refused_before_anything_is_inflated(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        data = rewritten(saved(torch.zeros(64 << 20 >> 2).reshape(1, -1)), lambda _, content: content, zipfile.ZIP_DEFLATED)
+    def test_a_deflated_archive_is_refused_before_anything_is_inflated(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        data = rewritten(
+            saved(torch.zeros(64 << 20 >> 2).reshape(1, -1)), lambda _, content: content, zipfile.ZIP_DEFLATED
+        )
         assert len(data) < 1 << 20
         monkeypatch.setattr(zipfile.ZipFile, "read", None)
         assert message_of(data) == DEFLATED
@@ -275,7 +291,9 @@ class TestHostileFiles:
         assert message_of(bytes(data)) == DAMAGED
 
     def test_sparse_quantized_meta_complex_nested_and_other_tensors_are_refused(self) -> None:
-        sparse = torch.sparse_coo_tensor(torch.tensor([[0, 1], [0, 1]]), torch.ones(2), (4, 6), check_invariants=True)
+        sparse = torch.sparse_coo_tensor(
+            torch.tensor([[0, 1], [0, 1]]), torch.ones(2), (4, 6), check_invariants=True
+        )
         for tensor in (
             sparse,
             torch.empty(4, 6, device="meta"),
@@ -308,7 +326,9 @@ class TestContent:
     def test_numbers_that_are_not_floating_point(self, dtype: torch.dtype) -> None:
         words = "mm_embeddings must hold floating-point numbers of 16, 32 or 64 bits"
         assert message_of(saved(torch.ones(4, 6, dtype=dtype))) == words
-        assert message_of(safetensors.torch.save({"x": torch.ones(4, 6, dtype=dtype)}), ".safetensors") == words
+        assert (
+            message_of(safetensors.torch.save({"x": torch.ones(4, 6, dtype=dtype)}), ".safetensors") == words
+        )
 
     @pytest.mark.parametrize("shape", [(), (6,), (1, 1, 4, 6), (0, 6), (4, 0), (1, 0, 6)])
     def test_other_shapes(self, shape: tuple[int, ...]) -> None:
@@ -316,11 +336,19 @@ class TestContent:
         assert message_of(saved(torch.ones(shape))) == words
 
     def test_a_batch_of_several_images(self) -> None:
-        assert message_of(saved(torch.ones(2, 4, 6))) == "mm_embeddings holds a batch of 2; send one image per part"
+        assert (
+            message_of(saved(torch.ones(2, 4, 6)))
+            == "mm_embeddings holds a batch of 2; send one image per part"
+        )
 
-    @pytest.mark.parametrize("value", [{}, [], None, 7, "x", [FEATURES], {"embeddings": FEATURES}, {"mm_embeddings": [FEATURES]}])
+    @pytest.mark.parametrize(
+        "value", [{}, [], None, 7, "x", [FEATURES], {"embeddings": FEATURES}, {"mm_embeddings": [FEATURES]}]
+    )
     def test_a_file_without_the_main_tensor_is_told_the_key(self, value: Any) -> None:
-        words = "the embedding file must hold one tensor, or a dictionary with a tensor under the key mm_embeddings"
+        words = (
+            "the embedding file must hold one tensor, or a dictionary "
+            "with a tensor under the key mm_embeddings"
+        )
         assert message_of(saved(value)) == words
 
     def test_a_safetensors_file_with_several_tensors_needs_the_key(self) -> None:
@@ -328,7 +356,10 @@ class TestContent:
         assert "under the key mm_embeddings" in message_of(data, ".safetensors")
 
     def test_feature_levels_have_no_gap_and_one_number_of_tokens(self) -> None:
-        gap = "feature levels of an embedding file are numbered mm_embeddings.1, mm_embeddings.2 and so on, without a gap"
+        gap = (
+            "feature levels of an embedding file are numbered mm_embeddings.1, "
+            "mm_embeddings.2 and so on, without a gap"
+        )
         assert message_of(saved({"mm_embeddings": FEATURES, "mm_embeddings.2": FEATURES})) == gap
         assert message_of(saved({"mm_embeddings": FEATURES, "mm_embeddings.x": FEATURES})) == gap
         differ = "the feature levels of the embedding file differ in their number of tokens"
@@ -371,7 +402,9 @@ class TestDamage:
         assert message_of(short) == DAMAGED
         odd = rewritten(saved(FEATURES), lambda name, old: old + b"x" if name.endswith("data/0") else old)
         assert message_of(odd) == DAMAGED
-        renamed = rewritten(saved(FEATURES), lambda name, old: old.replace(b"X\1\0\0\0\x30", b"X\1\0\0\0\x31"))
+        renamed = rewritten(
+            saved(FEATURES), lambda name, old: old.replace(b"X\1\0\0\0\x30", b"X\1\0\0\0\x31")
+        )
         assert message_of(renamed) == DAMAGED
 
     def test_a_safetensors_header_that_lies_is_refused(self) -> None:
@@ -383,14 +416,24 @@ class TestDamage:
             b"[1]",
             b"{",
         ):
-            assert message_of(len(header).to_bytes(8, "little") + header + bytes(8), ".safetensors") == DAMAGED
+            assert (
+                message_of(len(header).to_bytes(8, "little") + header + bytes(8), ".safetensors") == DAMAGED
+            )
         assert message_of((1 << 62).to_bytes(8, "little") + bytes(8), ".safetensors") == DAMAGED
 
     @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
     def test_every_mutant_is_embeddings_or_a_refusal(self, suffix: str) -> None:
         chance = random.Random(f"mutants of {suffix}")
-        value = {"mm_embeddings": FEATURES, "grid": torch.tensor([[1, 2, 3]]), "mm_embeddings.1": FEATURES + 1}
-        seed = safetensors.torch.save(value) if suffix == ".safetensors" else saved({**value, "x": [1, {"y": "z"}]})
+        value = {
+            "mm_embeddings": FEATURES,
+            "grid": torch.tensor([[1, 2, 3]]),
+            "mm_embeddings.1": FEATURES + 1,
+        }
+        seed = (
+            safetensors.torch.save(value)
+            if suffix == ".safetensors"
+            else saved({**value, "x": [1, {"y": "z"}]})
+        )
         refused = 0
         for _ in range(500):
             mutant = bytearray(seed)

@@ -29,7 +29,9 @@ def picture(tmp_path: Path) -> Path:
 
 def test_a_file_holds_levels_and_grid_in_the_form_that_a_worker_reads_back(tmp_path: Path) -> None:
     features, deeper = torch.rand(4, 8, dtype=torch.float16), torch.rand(4, 8, dtype=torch.float16)
-    encoded = EncodedMedia("image", "d", {"features": features, "features.1": deeper}, (7,) * 4, {"image_grid_thw": [1, 4, 4]})
+    encoded = EncodedMedia(
+        "image", "d", {"features": features, "features.1": deeper}, (7,) * 4, {"image_grid_thw": [1, 4, 4]}
+    )
     content = file_content(encoded)
     assert {key: tuple(tensor.shape) for key, tensor in content.items()} == {
         "mm_embeddings": (1, 4, 8),
@@ -45,7 +47,9 @@ def test_a_file_holds_levels_and_grid_in_the_form_that_a_worker_reads_back(tmp_p
         assert loaded.auxiliary == {"image_grid_thw": [[1, 4, 4]]}
 
 
-def test_one_image_gives_one_file_of_either_format(picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_image_gives_one_file_of_either_format(
+    picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     contents = []
     for name in ("x.pt", "x.safetensors"):
         output = tmp_path / name
@@ -58,9 +62,21 @@ def test_one_image_gives_one_file_of_either_format(picture: Path, tmp_path: Path
 
 def test_several_images_give_files_in_a_directory_named_after_them(picture: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    arguments = [str(picture), str(picture), "http://host/b.jpeg?x=1", "data:image/png;base64,AAAA", "-o", str(tmp_path / "out")]
+    arguments = [
+        str(picture),
+        str(picture),
+        "http://host/b.jpeg?x=1",
+        "data:image/png;base64,AAAA",
+        "-o",
+        str(tmp_path / "out"),
+    ]
     outputs = parse([*arguments, "--suffix", ".safetensors"]).outputs
-    assert [path.name for path in outputs] == ["a.safetensors", "a-2.safetensors", "b.safetensors", "image.safetensors"]
+    assert [path.name for path in outputs] == [
+        "a.safetensors",
+        "a-2.safetensors",
+        "b.safetensors",
+        "image.safetensors",
+    ]
     assert main([str(picture), str(picture), "-o", str(tmp_path / "out"), *DOUBLE]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a-2.pt", "a.pt"]
 
@@ -68,13 +84,28 @@ def test_several_images_give_files_in_a_directory_named_after_them(picture: Path
 @pytest.mark.parametrize(
     ("images", "output", "code", "words"),
     [
-        (["{picture}", "{picture}"], "x.pt", 2, "-o must be an existing directory when there are several images"),
+        (
+            ["{picture}", "{picture}"],
+            "x.pt",
+            2,
+            "-o must be an existing directory when there are several images",
+        ),
         (["{picture}"], "x.npy", 2, "-o must end in .pt or .safetensors, or be an existing directory"),
         (["{root}/none.png"], "x.pt", 1, "{root}/none.png cannot be read"),
         (["{root}/text.png"], "x.pt", 1, "{root}/text.png: the type text is not accepted"),
         (["{picture}"], "none/x.pt", 2, "none/x.pt cannot be written"),
-        (["{picture}", "--override-engine-args=7"], "x.pt", 2, "--override-engine-args must be a JSON object"),
-        (["{picture}", "--override-engine-args={{"], "x.pt", 2, "--override-engine-args must be a JSON object"),
+        (
+            ["{picture}", "--override-engine-args=7"],
+            "x.pt",
+            2,
+            "--override-engine-args must be a JSON object",
+        ),
+        (
+            ["{picture}", "--override-engine-args={{"],
+            "x.pt",
+            2,
+            "--override-engine-args must be a JSON object",
+        ),
     ],
 )
 def test_a_bad_call_is_told_in_one_sentence(
@@ -125,7 +156,9 @@ def test_a_file_made_with_the_portable_engine_is_adopted_as_what_the_engine_enco
                 assert adopted.token_ids == encoded.token_ids
                 assert adopted.extras == encoded.extras
                 assert sorted(adopted.tensors) == sorted(encoded.tensors)
-                assert all(torch.equal(adopted.tensors[name], tensor) for name, tensor in encoded.tensors.items())
+                assert all(
+                    torch.equal(adopted.tensors[name], tensor) for name, tensor in encoded.tensors.items()
+                )
         finally:
             await engine.close()
 

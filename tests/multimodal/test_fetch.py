@@ -41,7 +41,8 @@ async def fetching(config: MediaConfig = CONFIG) -> AsyncIterator[Fetcher]:
 
 @asynccontextmanager
 async def serving(answer: Answer) -> AsyncIterator[str]:
-    """An HTTP server on loopback whose every path is answered by `answer`; yields its URL without a slash at the end."""
+    """An HTTP server on loopback whose every path is answered by `answer`;
+    yields its URL without a slash at the end."""
     application = web.Application()
     application.router.add_route("GET", "/{path:.*}", answer)
     runner = web.AppRunner(application, shutdown_timeout=0.1)
@@ -57,7 +58,8 @@ async def serving(answer: Answer) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def raw_server(*answers: bytes) -> AsyncIterator[tuple[str, list[int]]]:
-    """A server that reads a request, writes the next of `answers` as it is and closes; the last one is used again."""
+    """A server that reads a request, writes the next of `answers` as it is and closes;
+    the last one is used again."""
     hits: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,7 +115,9 @@ async def test_a_body_arrives_whole_and_the_url_encoded_once() -> None:
     ],
 )
 @pytest.mark.parametrize("hop", ["direct", "redirect", "whole-redirect"])
-async def test_path_and_query_are_sent_byte_for_byte_as_given_at_every_hop(given: str, sent: str, hop: str) -> None:
+async def test_path_and_query_are_sent_byte_for_byte_as_given_at_every_hop(
+    given: str, sent: str, hop: str
+) -> None:
     asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,7 +125,9 @@ async def test_path_and_query_are_sent_byte_for_byte_as_given_at_every_hop(given
         asked.append(request.split(b" ")[1].decode())
         if asked[-1] == "/go":
             base = url if hop == "whole-redirect" else ""
-            writer.write(f"HTTP/1.1 302 Found\r\nLocation: {base}{given}\r\nContent-Length: 0\r\n\r\n".encode())
+            writer.write(
+                f"HTTP/1.1 302 Found\r\nLocation: {base}{given}\r\nContent-Length: 0\r\n\r\n".encode()
+            )
         else:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
         writer.close()
@@ -254,15 +260,29 @@ async def test_members_of_a_gzip_file_are_joined_and_what_follows_is_ignored() -
 @pytest.mark.parametrize(
     ("encoding", "body", "words"),
     [
-        ("compress", BODY, "the media host sends it in the content encoding 'compress', which is not accepted"),
-        ("<b>", BODY, "the media host sends it in the content encoding of an unknown name, which is not accepted"),
+        (
+            "compress",
+            BODY,
+            "the media host sends it in the content encoding 'compress', which is not accepted",
+        ),
+        (
+            "<b>",
+            BODY,
+            "the media host sends it in the content encoding of an unknown name, which is not accepted",
+        ),
         ("gzip", BODY, "the media host sends it in a damaged content encoding 'gzip'"),
-        ("gzip", gzip.compress(BODY, mtime=0)[:-9], "the media host sends it in a damaged content encoding 'gzip'"),
+        (
+            "gzip",
+            gzip.compress(BODY, mtime=0)[:-9],
+            "the media host sends it in a damaged content encoding 'gzip'",
+        ),
         ("deflate", b"\xff" * 9, "the media host sends it in a damaged content encoding 'deflate'"),
         (", ".join(["gzip"] * 5), BODY, "the media host compresses it too many times over"),
     ],
 )
-async def test_an_unknown_or_damaged_content_encoding_is_named(encoding: str, body: bytes, words: str) -> None:
+async def test_an_unknown_or_damaged_content_encoding_is_named(
+    encoding: str, body: bytes, words: str
+) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(body=body, headers={"Content-Encoding": encoding})
 
@@ -276,9 +296,21 @@ async def test_an_unknown_or_damaged_content_encoding_is_named(encoding: str, bo
     [
         (b"", "the media host closed the connection without an answer", 2),
         (b"garbage\r\n\r\n", "the media host did not answer in valid HTTP", 1),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc", "the media host ended the download before it was complete", 1),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 200001\r\n\r\nabc", "larger than this worker's limit of 0.190735 MiB", 1),
-        (b"HTTP/1.1 302 Found\r\nLocation: http://[bad\r\n\r\n", "the media host redirects to an invalid URL", 1),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc",
+            "the media host ended the download before it was complete",
+            1,
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 200001\r\n\r\nabc",
+            "larger than this worker's limit of 0.190735 MiB",
+            1,
+        ),
+        (
+            b"HTTP/1.1 302 Found\r\nLocation: http://[bad\r\n\r\n",
+            "the media host redirects to an invalid URL",
+            1,
+        ),
     ],
 )
 async def test_a_broken_answer_is_named_and_only_a_lost_connection_is_tried_again(
@@ -310,7 +342,10 @@ async def test_a_host_that_cannot_be_a_name_is_the_clients_fault(host: str) -> N
 
 @pytest.mark.asyncio
 async def test_a_connection_lost_before_the_answer_is_made_up_for_by_one_retry() -> None:
-    async with raw_server(b"", b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc") as (url, hits), fetching() as fetcher:
+    async with (
+        raw_server(b"", b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc") as (url, hits),
+        fetching() as fetcher,
+    ):
         assert await fetcher.fetch(HttpSource(url)) == b"abc"
         assert len(hits) == 2
 
@@ -320,14 +355,21 @@ async def test_a_refused_connection_a_missing_name_and_a_failed_handshake_are_to
     assert await fault_of(f"http://127.0.0.1:{unused_port()}/") == "the media host refused the connection"
     assert await fault_of("http://no-such-host.invalid/") == "the name of the media host cannot be resolved"
     async with raw_server(b"not TLS") as (url, _):
-        assert await fault_of(url.replace("http:", "https:")) == "no TLS connection to the media host could be made"
+        assert (
+            await fault_of(url.replace("http:", "https:"))
+            == "no TLS connection to the media host could be made"
+        )
 
 
 @pytest.mark.asyncio
 async def test_relative_redirects_are_followed_and_their_number_is_limited() -> None:
     async def answer(request: web.Request) -> web.Response:
         left = int(request.path.strip("/"))
-        return web.Response(body=BODY) if left == 0 else web.Response(status=302, headers={"Location": f"/{left - 1}"})
+        return (
+            web.Response(body=BODY)
+            if left == 0
+            else web.Response(status=302, headers={"Location": f"/{left - 1}"})
+        )
 
     async with serving(answer) as url:
         async with fetching() as fetcher:
@@ -366,7 +408,9 @@ def parts_of(*sources: Source) -> list[tuple[MediaPart, Source]]:
 
 
 @pytest.mark.asyncio
-async def test_one_request_gets_its_bytes_in_order_and_each_url_once_but_the_next_request_asks_again(tmp_path: Path) -> None:
+async def test_one_request_gets_its_bytes_in_order_and_each_url_once_but_the_next_request_asks_again(
+    tmp_path: Path,
+) -> None:
     hits: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -401,7 +445,9 @@ async def test_the_first_failure_names_its_part_and_ends_the_other_downloads() -
 
     slow = await asyncio.start_server(serve_slowly, "127.0.0.1", 0)
     async with slow, serving(answer) as url, fetching() as fetcher:
-        sources = parts_of(HttpSource(f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}/"), HttpSource(url))
+        sources = parts_of(
+            HttpSource(f"http://127.0.0.1:{slow.sockets[0].getsockname()[1]}/"), HttpSource(url)
+        )
         with pytest.raises(PartFault) as caught:
             await fetcher.fetch_all(sources)
         assert caught.value.message == "image 2: the media host answered 404"
@@ -449,7 +495,10 @@ async def test_a_download_that_gets_no_slot_in_time_is_an_overload_not_a_fault_o
         await release.wait()
         return web.Response(body=BODY)
 
-    async with serving(answer) as url, fetching(replace(CONFIG, max_fetches=1, fetch_timeout_s=5.0)) as fetcher:
+    async with (
+        serving(answer) as url,
+        fetching(replace(CONFIG, max_fetches=1, fetch_timeout_s=5.0)) as fetcher,
+    ):
         first = asyncio.ensure_future(fetcher.fetch(HttpSource(url)))
         fetcher._config = replace(fetcher._config, fetch_timeout_s=0.05)
         await asyncio.sleep(0)
@@ -494,7 +543,10 @@ async def test_every_redirect_stays_on_the_allowed_hosts() -> None:
             assert await fetcher.fetch(HttpSource(f"{url}/x.png")) == BODY
             with pytest.raises(ClientFault) as caught:
                 await fetcher.fetch(HttpSource(f"{url}/go"))
-            assert caught.value.message == "the media host redirects to a host that this worker does not fetch from"
+            assert (
+                caught.value.message
+                == "the media host redirects to a host that this worker does not fetch from"
+            )
 
 
 @pytest.mark.asyncio
@@ -512,7 +564,9 @@ async def test_each_kind_asks_a_server_for_its_own_types() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_untrusted_proxy_is_the_operators_fault_and_not_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_untrusted_proxy_is_the_operators_fault_and_not_the_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -533,4 +587,6 @@ async def test_no_log_line_holds_a_query_or_credentials(caplog: pytest.LogCaptur
 
 def test_a_certificate_that_does_not_match_is_named() -> None:
     error = aiohttp.ClientConnectorCertificateError(None, Exception("text of the library"))  # type: ignore[arg-type]
-    assert http_client._connection_fault(error).message == "the TLS certificate of the media host is not valid"
+    assert (
+        http_client._connection_fault(error).message == "the TLS certificate of the media host is not valid"
+    )

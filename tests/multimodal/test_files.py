@@ -72,7 +72,9 @@ def test_the_root_itself_may_be_reached_by_a_link(root: Path, tmp_path: Path) ->
         "",
     ],
 )
-def test_everything_else_gives_one_and_the_same_answer(root: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_else_gives_one_and_the_same_answer(
+    root: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(root)
     with pytest.raises(ClientFault) as caught:
         read_file(path.format(root=root), root, 100)

@@ -1,4 +1,5 @@
-"""Loading parts on this worker: limits before work, one computation per content, order kept, faults that name their part."""
+"""Loading parts on this worker: limits before work, one computation per content,
+order kept, faults that name their part."""
 
 from __future__ import annotations
 
@@ -88,7 +89,13 @@ async def test_pictures_and_embedding_files_mixed_keep_their_order(tmp_path: Pat
     loader = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
     three, five = write_embeddings(tmp_path, "a.pt", 3), write_embeddings(tmp_path, "b.pt", 5)
     items = await loader.load(parts(three, png_url(1), five, png_url(2), three), ROOMY)
-    assert [len(item.token_ids) for item in items if isinstance(item, EncodedMedia)] == [3, IMAGE_TOKENS, 5, IMAGE_TOKENS, 3]
+    assert [len(item.token_ids) for item in items if isinstance(item, EncodedMedia)] == [
+        3,
+        IMAGE_TOKENS,
+        5,
+        IMAGE_TOKENS,
+        3,
+    ]
     assert items[0] is items[4]
 
 
@@ -107,7 +114,9 @@ async def test_each_kind_has_a_limit_of_its_own() -> None:
     fetches = Fetches(loader)
     with pytest.raises(LimitFault, match="the request holds 2 images; this worker takes at most 1"):
         await loader.load(parts(png_url(1), png_url(2)), ROOMY)
-    loader = await loader_over(GatedEngine(placeholder_ids={"image": PLACEHOLDER, "video": 8}), limits={"video": 0})
+    loader = await loader_over(
+        GatedEngine(placeholder_ids={"image": PLACEHOLDER, "video": 8}), limits={"video": 0}
+    )
     with pytest.raises(LimitFault, match="the request holds 1 video; this worker takes at most 0"):
         await loader.load([MediaPart(1, "video", "https://x/y")], ROOMY)
     with pytest.raises(LimitFault, match="the request holds 17 images; this worker takes at most 16"):
@@ -134,7 +143,7 @@ async def test_a_text_worker_takes_no_images() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_prompt_too_long_with_its_images_is_refused_naming_both_counts_before_any_is_encoded() -> None:
+async def test_a_prompt_too_long_with_its_images_is_refused_with_both_counts_before_any_is_encoded() -> None:
     engine = GatedEngine()
     loader = await loader_over(engine)
     both = parts(png_url(1), png_url(2))
@@ -146,7 +155,9 @@ async def test_a_prompt_too_long_with_its_images_is_refused_naming_both_counts_b
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("bad", ["data:image/png;base64," + base64.b64encode(b"no picture").decode(), "data:image/png,"])
+@pytest.mark.parametrize(
+    "bad", ["data:image/png;base64," + base64.b64encode(b"no picture").decode(), "data:image/png,"]
+)
 async def test_one_bad_part_is_named_and_none_of_the_others_is_encoded(bad: str) -> None:
     engine = GatedEngine()
     loader = await loader_over(engine)
@@ -224,7 +235,9 @@ async def test_a_failure_is_not_kept_in_the_cache() -> None:
     assert len(await loader.load(parts(png_url(1)), ROOMY)) == 1
 
 
-def named(uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any) -> MediaPart:
+def named(
+    uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any
+) -> MediaPart:
     return MediaPart(position, "image", url, uuid, tenant, options)
 
 
@@ -252,7 +265,8 @@ async def test_a_uuid_that_names_nothing_here_is_refused_before_anything_is_fetc
         with pytest.raises(PartFault) as caught:
             await loader.load([*parts(png_url(9)), replace(stranger, position=2)], ROOMY)
         assert caught.value.message == (
-            "image 2: its uuid is not known here, or its content is no longer kept; send the content with it again"
+            "image 2: its uuid is not known here, or its content is no longer kept; "
+            "send the content with it again"
         )
     assert fetches.count == 0
 
@@ -264,7 +278,9 @@ async def test_content_that_left_the_cache_leaves_its_uuid_unknown() -> None:
     await loader.load([named("u", png_url(1))], ROOMY)
     await loader.load([named("u")], ROOMY)
     await loader.load(parts(png_url(2)), ROOMY)
-    with pytest.raises(PartFault, match="image 1: its uuid is not known here, or its content is no longer kept"):
+    with pytest.raises(
+        PartFault, match="image 1: its uuid is not known here, or its content is no longer kept"
+    ):
         await loader.load([named("u")], ROOMY)
 
 
@@ -323,7 +339,9 @@ async def test_no_processor_prepares_an_embedding_file(tmp_path: Path) -> None:
     url = write_embeddings(tmp_path, "e.pt", 3)
     await loader.load([named("u", url)], ROOMY)
     for part in (named("u", url, tokens=7), named("u", tokens=7)):
-        with pytest.raises(PartFault, match="image 1: no processor prepares an embedding file: leave out mm_processor_kwargs"):
+        with pytest.raises(
+            PartFault, match="image 1: no processor prepares an embedding file: leave out mm_processor_kwargs"
+        ):
             await loader.load([part], ROOMY)
 
 

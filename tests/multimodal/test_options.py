@@ -13,10 +13,12 @@ from dynamo.trtllm.multimodal.options import options_by_kind
 PIXELS = ProcessorOption(least=784, most=7840)
 MEDIA = {
     "image": MediaInput(
-        placeholder_id=1, options={"max_pixels": PIXELS, "size": ProcessorOption(fields={"longest_edge": PIXELS})}
+        placeholder_id=1,
+        options={"max_pixels": PIXELS, "size": ProcessorOption(fields={"longest_edge": PIXELS})},
     ),
     "video": MediaInput(
-        placeholder_id=2, options={"max_pixels": PIXELS, "fps": ProcessorOption(least=0.1, most=60, whole=False)}
+        placeholder_id=2,
+        options={"max_pixels": PIXELS, "fps": ProcessorOption(least=0.1, most=60, whole=False)},
     ),
     "audio": MediaInput(placeholder_id=3),
 }
@@ -35,7 +37,11 @@ def test_each_kind_gets_the_keys_that_it_knows() -> None:
 
 
 def test_a_null_is_as_good_as_a_missing_key() -> None:
-    assert options_by_kind({"fps": None, "max_pixels": None, "bits": None}, MEDIA) == {"image": {}, "video": {}, "audio": {}}
+    assert options_by_kind({"fps": None, "max_pixels": None, "bits": None}, MEDIA) == {
+        "image": {},
+        "video": {},
+        "audio": {},
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,13 +51,31 @@ def test_a_null_is_as_good_as_a_missing_key() -> None:
         ({"images_kwargs": {}}, f"mm_processor_kwargs: images_kwargs is not known; {KNOWN}"),
         ({"a b": 1}, f"mm_processor_kwargs: a key is not known; {KNOWN}"),
         ({"x" * 41: 1}, f"mm_processor_kwargs: a key is not known; {KNOWN}"),
-        ({"max_pixels": "800"}, "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840"),
+        (
+            {"max_pixels": "800"},
+            "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840",
+        ),
         ({"max_pixels": True}, "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840"),
-        ({"max_pixels": [800]}, "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840"),
-        ({"max_pixels": 783}, "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840, not 783"),
-        ({"max_pixels": 900.5}, "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840, not 900.5"),
-        ({"max_pixels": 1e300}, "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840"),
-        ({"max_pixels": 10**400}, "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840"),
+        (
+            {"max_pixels": [800]},
+            "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840",
+        ),
+        (
+            {"max_pixels": 783},
+            "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840, not 783",
+        ),
+        (
+            {"max_pixels": 900.5},
+            "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840, not 900.5",
+        ),
+        (
+            {"max_pixels": 1e300},
+            "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840",
+        ),
+        (
+            {"max_pixels": 10**400},
+            "mm_processor_kwargs: max_pixels must be a whole number between 784 and 7840",
+        ),
         ({"fps": 61}, "mm_processor_kwargs: fps must be a number between 0.1 and 60, not 61"),
         ({"fps": float("nan")}, "mm_processor_kwargs: fps must be a number between 0.1 and 60"),
         ({"size": 800}, "mm_processor_kwargs: size must be an object"),
@@ -59,10 +83,15 @@ def test_a_null_is_as_good_as_a_missing_key() -> None:
             {"size": {"longest_edge": 1}},
             "mm_processor_kwargs: size: longest_edge must be a whole number between 784 and 7840, not 1",
         ),
-        ({"size": {"height": 1}}, "mm_processor_kwargs: size: height is not known; this model knows longest_edge"),
+        (
+            {"size": {"height": 1}},
+            "mm_processor_kwargs: size: height is not known; this model knows longest_edge",
+        ),
     ],
 )
-def test_what_the_model_does_not_know_is_refused_in_words_that_name_the_key(given: dict[str, Any], words: str) -> None:
+def test_what_the_model_does_not_know_is_refused_in_words_that_name_the_key(
+    given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ClientFault) as caught:
         options_by_kind(given, MEDIA)
     assert caught.value.message == words

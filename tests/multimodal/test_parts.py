@@ -162,5 +162,7 @@ def test_a_described_url_is_at_most_100_characters_and_no_repr_shows_a_payload()
         ("file:///tmp/a%23b.pt", "file:///tmp/a%23b.pt"),
     ],
 )
-def test_two_urls_that_differ_in_a_fragment_or_in_space_around_them_are_one_reference(url: str, reference: str) -> None:
+def test_two_urls_that_differ_in_a_fragment_or_in_space_around_them_are_one_reference(
+    url: str, reference: str
+) -> None:
     assert reference_of(url) == reference

@@ -1,4 +1,5 @@
-"""What the whole pipeline keeps to: it imports without an engine, logs no payload, and memory stays flat under attack."""
+"""What the whole pipeline keeps to: it imports without an engine,
+logs no payload, and memory stays flat under attack."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ print(len(bomb) < 500_000, words, (after - before) * resource.getpagesize() < 32
 
 
 def run_in_process(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROLOGUE + code], capture_output=True, text=True, check=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", PROLOGUE + code], capture_output=True, text=True, check=True, timeout=120
+    )
 
 
 def test_the_pipeline_imports_and_decodes_without_torch_nixl_and_engines() -> None:
@@ -72,7 +75,10 @@ async def main():
 asyncio.run(main())
 """
     out = run_in_process(code)
-    assert "image 1: its data URL is not valid base64 MediaPart(position=1, kind='image', uuid=None, options={})" in out.stdout
+    assert (
+        "image 1: its data URL is not valid base64 MediaPart(position=1, kind='image', uuid=None, options={})"
+        in out.stdout
+    )
     assert "SECRET" not in out.stdout + out.stderr
     assert len(out.stdout + out.stderr) < 2000
 

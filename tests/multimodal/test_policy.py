@@ -1,4 +1,5 @@
-"""Which hosts a client's URL may lead to; no name leaves this process, since a resolver of the test answers."""
+"""Which hosts a client's URL may lead to; no name leaves this process,
+since a resolver of the test answers."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def answers(monkeypatch: pytest.MonkeyPatch, *rounds: list[str]) -> None:
         if not found:
             raise socket.gaierror(-2, "Name or service not known")
         kinds = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in found]
-        tails: list[tuple[int, ...]] = [(port or 0, 0, 0) if ":" in address else (port or 0,) for address in found]
+        tails: list[tuple[int, ...]] = [
+            (port or 0, 0, 0) if ":" in address else (port or 0,) for address in found
+        ]
         return [
             (kind, socket.SOCK_STREAM, 6, "", (address, *tail))
             for kind, address, tail in zip(kinds, found, tails, strict=True)
@@ -103,7 +106,9 @@ async def fault_of(url: str, **config: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("scheme", ["http", "https"])
-async def test_internal_hosts_are_refused_without_a_connection(scheme: str, host: str, connections: list[str]) -> None:
+async def test_internal_hosts_are_refused_without_a_connection(
+    scheme: str, host: str, connections: list[str]
+) -> None:
     assert await fault_of(f"{scheme}://{host}/x.png") == BLOCKED
     assert connections == []
 
@@ -144,7 +149,12 @@ async def test_a_public_host_is_connected_to_by_the_address_that_was_checked_ove
     connections: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(monkeypatch, ["8.8.8.8"])
-    for url in ("http://Images.Example./x.png", "https://images.example/x.png", "http://8.8.8.8/", "http://[64:ff9b::808:808]/"):
+    for url in (
+        "http://Images.Example./x.png",
+        "https://images.example/x.png",
+        "http://8.8.8.8/",
+        "http://[64:ff9b::808:808]/",
+    ):
         assert await fault_of(url) == "the media host refused the connection"
     assert connections == ["8.8.8.8", "8.8.8.8", "8.8.8.8", "64:ff9b::808:808"]
 
@@ -161,7 +171,10 @@ async def test_internal_hosts_are_reached_when_the_operator_allows_it(
     connections: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers(monkeypatch, ["10.0.0.1"])
-    assert await fault_of("http://images.internal/x.png", allow_internal=True) == "the media host refused the connection"
+    assert (
+        await fault_of("http://images.internal/x.png", allow_internal=True)
+        == "the media host refused the connection"
+    )
     assert connections == ["10.0.0.1"]
 
 
@@ -178,13 +191,16 @@ async def test_a_trusted_egress_proxy_may_have_an_internal_address_and_nothing_e
     assert connections == ["10.0.0.1"]
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "example", "", "8.8.8.8.8"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "64:ff9b::808:808", "example", "", "8.8.8.8.8"]
+)
 def test_public_addresses_and_names_are_not_blocked(address: str) -> None:
     assert not is_blocked(address)
 
 
 class SilentNames:
-    """A name server that says nothing about names in `silent.example` until `speak` is set, and knows all others as 8.8.8.8."""
+    """A name server that says nothing about names in `silent.example` until `speak` is set,
+    and knows all others as 8.8.8.8."""
 
     def __init__(self) -> None:
         self.speak = threading.Event()
@@ -219,11 +235,16 @@ async def test_names_that_nobody_resolves_hold_up_neither_other_names_nor_the_de
     silent_names: SilentNames, connections: list[str]
 ) -> None:
     fetcher = Fetcher(MediaConfig())
-    silent = [asyncio.create_task(fetcher.fetch(HttpSource(f"http://{n}.silent.example/"))) for n in range(40)]
+    silent = [
+        asyncio.create_task(fetcher.fetch(HttpSource(f"http://{n}.silent.example/"))) for n in range(40)
+    ]
     try:
         await asyncio.wait_for(silent_names.until_asked(40), 20)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "transferred"), 20) == "transferred"
-        assert await asyncio.wait_for(fault_of("http://images.example/x.png"), 20) == "the media host refused the connection"
+        assert (
+            await asyncio.wait_for(fault_of("http://images.example/x.png"), 20)
+            == "the media host refused the connection"
+        )
         assert connections == ["8.8.8.8"]
         assert not any(task.done() for task in silent)
     finally:
@@ -234,7 +255,9 @@ async def test_names_that_nobody_resolves_hold_up_neither_other_names_nor_the_de
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("target", ["http://one.silent.example/x.png", "https://two.silent.example:8443/x.png"])
+@pytest.mark.parametrize(
+    "target", ["http://one.silent.example/x.png", "https://two.silent.example:8443/x.png"]
+)
 async def test_a_silent_name_server_ends_in_a_refusal_at_the_deadline_of_names(
     target: str, silent_names: SilentNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,12 +297,16 @@ async def test_one_silent_name_that_many_ask_for_at_once_is_looked_up_once(silen
         ("", "example.com", False),
     ],
 )
-def test_a_host_is_among_those_that_are_named_and_below_those_with_an_asterisk(host: str, allowed: str, is_in: bool) -> None:
+def test_a_host_is_among_those_that_are_named_and_below_those_with_an_asterisk(
+    host: str, allowed: str, is_in: bool
+) -> None:
     assert is_among(host, ["other.example", allowed]) is is_in
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("host", ["evil.example", "images.example.evil.example", "images.example@evil.example", "8.8.8.8"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "images.example.evil.example", "images.example@evil.example", "8.8.8.8"]
+)
 async def test_another_host_than_those_allowed_is_not_even_looked_up(
     monkeypatch: pytest.MonkeyPatch, connections: list[str], host: str
 ) -> None:
@@ -291,6 +318,8 @@ async def test_another_host_than_those_allowed_is_not_even_looked_up(
 
 
 @pytest.mark.asyncio
-async def test_an_allowed_host_may_still_not_lead_to_a_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_allowed_host_may_still_not_lead_to_a_private_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers(monkeypatch, ["10.0.0.1"])
     assert await fault_of("http://images.example/x.png", allowed_hosts=("images.example",)) == BLOCKED

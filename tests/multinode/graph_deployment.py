@@ -1,8 +1,9 @@
 """What of Dynamo's graph deployment the manifests use, as a schema that refuses everything else.
 
-Written down from the published Go types of the custom resource, repository ai-dynamo/dynamo: deploy/operator/api/v1beta1/
-dynamographdeployment_types.go at 0fddc01b37, dynamocomponentdeployment_types.go at 006b6e1085 and common.go at 02911c80e4;
-limits of names from deploy/operator/internal/consts/consts.go at 0367e404b0. Containers are core/v1 of Kubernetes.
+Written down from the published Go types of the custom resource, repository ai-dynamo/dynamo:
+deploy/operator/api/v1beta1/ dynamographdeployment_types.go at 0fddc01b37, dynamocomponentdeployment_types.go
+at 006b6e1085 and common.go at 02911c80e4; limits of names from deploy/operator/internal/consts/consts.go at
+0367e404b0. Containers are core/v1 of Kubernetes.
 """
 
 from __future__ import annotations

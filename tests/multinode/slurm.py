@@ -1,4 +1,5 @@
-"""A Slurm cluster on one machine for tests: munged, slurmctld and several slurmd, on loopback, in a folder of their own."""
+"""A Slurm cluster on one machine for tests: munged, slurmctld and several slurmd,
+on loopback, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -65,22 +66,40 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to talk to this cluster, without anything of a Slurm job that the tests themselves may run in."""
-        outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SALLOC"))}
-        return {**outside, "PATH": SYSTEM_PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), MARK: str(self.folder)}
+        """What a process needs to talk to this cluster, without anything
+        of a Slurm job that the tests themselves may run in."""
+        outside = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH", "SALLOC"))
+        }
+        return {
+            **outside,
+            "PATH": SYSTEM_PATH,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            MARK: str(self.folder),
+        }
 
     def run(self, *command: str, **settings: str) -> str:
         """The output of a command of Slurm."""
         done = subprocess.run(
-            command, env={**self.environment, **settings}, capture_output=True, text=True, timeout=60, check=False
+            command,
+            env={**self.environment, **settings},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
     def allocate(self, nodes: int, ranks: int = 1) -> str:
-        """The id of a new job of so many nodes, with room for so many ranks on each, that runs nothing yet."""
+        """The id of a new job of so many nodes, with room for so many ranks on each,
+        that runs nothing yet."""
         job_name = f"allocation-{free_port()}"
-        self.run("salloc", "--no-shell", f"--nodes={nodes}", f"--ntasks-per-node={ranks}", f"--job-name={job_name}")
+        self.run(
+            "salloc", "--no-shell", f"--nodes={nodes}", f"--ntasks-per-node={ranks}", f"--job-name={job_name}"
+        )
         return self.run("squeue", "--noheader", f"--name={job_name}", "--format=%i").strip()
 
     def steps(self, job: str) -> dict[str, str]:
@@ -92,11 +111,14 @@ class SlurmCluster:
         return self.run("squeue", "--noheader", "--format=%i").split()
 
     def processes(self) -> dict[int, str]:
-        """Command lines by process id of everything that was started on this cluster and still runs, its daemons left out."""
+        """Command lines by process id of everything that was started on this cluster
+        and still runs, its daemons left out."""
         mark, found = f"{MARK}={self.folder}".encode(), {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and mark in _read(entry / "environ").split(b"\0"):
-                found[int(entry.name)] = _read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+                found[int(entry.name)] = (
+                    _read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+                )
         return found
 
 
@@ -118,8 +140,12 @@ def slurm_cluster(folder: Path, nodes: int = 3) -> Iterator[SlurmCluster]:
         wait_until((folder / "munge.socket").exists, "the start of munged", 20.0)
         daemons.append(_start(cluster, "slurmctld", ["slurmctld", "-D", "-f", str(folder / "slurm.conf")]))
         for node in _names(nodes):
-            daemons.append(_start(cluster, node, ["slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf")]))
-        wait_until(lambda: _idle_nodes(cluster) == nodes, f"readiness of {nodes} nodes\n{_logs(folder)}", 30.0)
+            daemons.append(
+                _start(cluster, node, ["slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf")])
+            )
+        wait_until(
+            lambda: _idle_nodes(cluster) == nodes, f"readiness of {nodes} nodes\n{_logs(folder)}", 30.0
+        )
         yield cluster
     finally:
         _end(cluster, daemons)
@@ -138,7 +164,9 @@ def _configure(folder: Path, nodes: int) -> None:
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 State=UNKNOWN"
         for name, port in zip(_names(nodes), node_ports, strict=True)
     ]
-    text = CONFIGURATION.format(host=host, folder=folder, controller_port=controller_port, nodes="\n".join(lines))
+    text = CONFIGURATION.format(
+        host=host, folder=folder, controller_port=controller_port, nodes="\n".join(lines)
+    )
     (folder / "slurm.conf").write_text(text)
     for name in ("state", *(f"{use}-{node}" for use in ("spool", "tmp") for node in _names(nodes))):
         (folder / name).mkdir()
@@ -150,7 +178,12 @@ def _configure(folder: Path, nodes: int) -> None:
 def _munged(folder: Path) -> list[str]:
     files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
     # --force, since the folder is not one that only root can write to.
-    return ["munged", "--foreground", "--force", *(f"--{option}={folder}/munge.{name}" for option, name in files.items())]
+    return [
+        "munged",
+        "--foreground",
+        "--force",
+        *(f"--{option}={folder}/munge.{name}" for option, name in files.items()),
+    ]
 
 
 def _start(cluster: SlurmCluster, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -180,7 +213,8 @@ def _idle_nodes(cluster: SlurmCluster) -> int:
 
 def _logs(folder: Path) -> str:
     return "\n".join(
-        path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.log")) + sorted(folder.glob("*.out"))
+        path.read_text(errors="replace")[-1500:]
+        for path in sorted(folder.glob("*.log")) + sorted(folder.glob("*.out"))
     )
 
 

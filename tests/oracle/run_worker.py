@@ -2,9 +2,9 @@
 
 usage: run_worker.py ours|theirs RECORD [WORKER-ARGUMENT...]
 
-`ours` is this project's package, `theirs` the component of the same name inside the `ai-dynamo` wheel, which an import
-finds once this project's source is no longer ahead of it on the path and nothing of it is imported. The double has to be on
-PYTHONPATH.
+`ours` is this project's package, `theirs` the component of the same name inside the `ai-dynamo` wheel, which
+an import finds once this project's source is no longer ahead of it on the path and nothing of it is imported.
+The double has to be on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main() -> None:
     which, record, *arguments = sys.argv[1:]
     if which == "theirs":
         sys.path[:] = [folder for folder in sys.path if not is_ours(folder)]
-        for name in [name for name in sys.modules if name == "dynamo.trtllm" or name.startswith("dynamo.trtllm.")]:
+        for name in [
+            name for name in sys.modules if name == "dynamo.trtllm" or name.startswith("dynamo.trtllm.")
+        ]:
             del sys.modules[name]
     import torch.cuda
 

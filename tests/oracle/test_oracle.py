@@ -1,5 +1,6 @@
-"""Dynamo's own component as oracle: it is known to work with TensorRT-LLM 1.3.0rc29, so what serves it is a fair double, and
-where our calls into the library differ from its calls there has to be a reason (the table in README.md)."""
+"""Dynamo's own component as oracle: it is known to work with TensorRT-LLM 1.3.0rc29, so what serves it
+is a fair double, and where our calls into the library differ from its calls there has to be a reason
+(the table in README.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[st
 
 @pytest.mark.parametrize("topology", COMPARED)
 @pytest.mark.parametrize("which", ["ours", "theirs"])
-def test_the_double_serves_both_components(seen: dict[tuple[str, str], Seen], which: str, topology: str) -> None:
+def test_the_double_serves_both_components(
+    seen: dict[tuple[str, str], Seen], which: str, topology: str
+) -> None:
     answers = seen[which, topology].answers
     assert {name: answer.status for name, answer in answers.items()} == dict.fromkeys(REQUESTS, 200)
     assert all(answer.text for answer in answers.values())

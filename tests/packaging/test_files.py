@@ -1,4 +1,5 @@
-"""What the repository promises about its dependencies: no registry is named, pins agree with the metadata, extras stay apart."""
+"""What the repository promises about its dependencies: no registry is named,
+pins agree with the metadata, extras stay apart."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def project() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pins() -> dict[str, str]:
     """The lock's versions that hold for this Python."""
-    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")
+    ]
     found = {}
     for line in lines:
         pin, _, marker = line.partition(" ; ")
@@ -38,7 +41,9 @@ def pins() -> dict[str, str]:
 
 def test_the_lock_holds_plain_pins_and_no_address() -> None:
     text = (ROOT / "requirements.lock").read_text()
-    assert not [line for line in text.splitlines() if not re.fullmatch(r"#.*|[a-z0-9-]+==[\w.]+( ; .+)?", line)]
+    assert not [
+        line for line in text.splitlines() if not re.fullmatch(r"#.*|[a-z0-9-]+==[\w.]+( ; .+)?", line)
+    ]
     assert "://" not in text
 
 
@@ -53,7 +58,9 @@ def test_no_tracked_text_names_the_host_of_a_package_registry() -> None:
     assert found.stdout == ""
 
 
-def test_the_pins_satisfy_base_portable_and_test_requirements(project: dict[str, Any], pins: dict[str, str]) -> None:
+def test_the_pins_satisfy_base_portable_and_test_requirements(
+    project: dict[str, Any], pins: dict[str, str]
+) -> None:
     wanted = [
         *project["project"]["dependencies"],
         *project["project"]["optional-dependencies"]["portable"],
@@ -77,6 +84,8 @@ def test_every_requirement_of_a_pinned_package_is_pinned_but_the_placeholder(pin
 def test_the_base_names_neither_engine(project: dict[str, Any]) -> None:
     base = {Requirement(text).name for text in project["project"]["dependencies"]}
     assert not base & {"transformers", "torchvision", "av", "tensorrt-llm", "tensorrt_llm"}
-    torch = next(Requirement(text) for text in project["project"]["dependencies"] if Requirement(text).name == "torch")
+    torch = next(
+        Requirement(text) for text in project["project"]["dependencies"] if Requirement(text).name == "torch"
+    )
     assert {clause.operator for clause in torch.specifier} == {">="}
     assert project["project"]["optional-dependencies"]["trtllm"] == ["tensorrt-llm==1.3.0rc29"]

@@ -1,4 +1,5 @@
-"""The distribution beside `ai-dynamo` in one environment: which package is imported, by wheel, by checkout, and afterwards."""
+"""The distribution beside `ai-dynamo` in one environment:
+which package is imported, by wheel, by checkout, and afterwards."""
 
 from __future__ import annotations
 
@@ -20,21 +21,33 @@ ORIGIN = "import importlib.util as u, sys; print(u.find_spec(sys.argv[1]).origin
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that sees the packages of this one behind its own, but not this one's `.pth` files."""
+    """A virtual environment that sees the packages of this one behind its own,
+    but not this one's `.pth` files."""
 
     folder: Path
     uv: str
 
     @property
     def site(self) -> Path:
-        return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        return (
+            self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        )
 
     def run(self, *arguments: str, cwd: Path | None = None) -> str:
         """The output of this environment's Python with `arguments`, which must succeed."""
         return _run(str(self.folder / "bin" / "python"), *arguments, cwd=cwd or self.folder)
 
     def install(self, *arguments: str) -> None:
-        _run(self.uv, "pip", "install", "--offline", "--no-deps", "--python", str(self.folder / "bin" / "python"), *arguments)
+        _run(
+            self.uv,
+            "pip",
+            "install",
+            "--offline",
+            "--no-deps",
+            "--python",
+            str(self.folder / "bin" / "python"),
+            *arguments,
+        )
 
     def uninstall(self) -> None:
         _run(self.uv, "pip", "uninstall", "--python", str(self.folder / "bin" / "python"), "dynamo-trtllm")
@@ -45,7 +58,9 @@ class Environment:
 
 
 def _run(*command: str, cwd: Path = ROOT) -> str:
-    environment = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}
+    }
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -97,28 +112,45 @@ def test_an_installed_wheel_goes_before_the_package_of_ai_dynamo_and_uninstallin
     assert theirs.is_relative_to(sysconfig.get_path("purelib"))
 
     environment.install(str(wheel))
-    assert str(environment.site / OVERLAY / "dynamo" / "trtllm") in environment.run("-m", "dynamo.trtllm", "--version")
+    assert str(environment.site / OVERLAY / "dynamo" / "trtllm") in environment.run(
+        "-m", "dynamo.trtllm", "--version"
+    )
     assert environment.origin("dynamo.trtllm.config").is_relative_to(environment.site / OVERLAY)
     assert environment.origin("dynamo.frontend") == frontend
-    assert environment.origin("dynamo.common") == environment.origin("dynamo.frontend").parents[1] / "common" / "__init__.py"
+    assert (
+        environment.origin("dynamo.common")
+        == environment.origin("dynamo.frontend").parents[1] / "common" / "__init__.py"
+    )
 
     environment.uninstall()
     assert environment.origin("dynamo.trtllm") == theirs
     assert not list(environment.site.glob("*overlay*"))
 
 
-def test_an_editable_install_goes_before_the_package_of_ai_dynamo_until_it_is_uninstalled(environment: Environment) -> None:
+def test_an_editable_install_goes_before_the_package_of_ai_dynamo_until_it_is_uninstalled(
+    environment: Environment,
+) -> None:
     theirs = environment.origin("dynamo.trtllm")
 
     environment.install("--no-build-isolation", "--editable", str(ROOT))
-    assert environment.origin("dynamo.trtllm") == ROOT / "components" / "src" / "dynamo" / "trtllm" / "__init__.py"
-    assert environment.run("-c", "import sys; print(sum(p.endswith('components/src') for p in sys.path))").strip() == "1"
+    assert (
+        environment.origin("dynamo.trtllm")
+        == ROOT / "components" / "src" / "dynamo" / "trtllm" / "__init__.py"
+    )
+    assert (
+        environment.run(
+            "-c", "import sys; print(sum(p.endswith('components/src') for p in sys.path))"
+        ).strip()
+        == "1"
+    )
 
     environment.uninstall()
     assert environment.origin("dynamo.trtllm") == theirs
 
 
-def test_plain_pytest_runs_in_an_environment_with_both_packages(environment: Environment, wheel: Path, tmp_path: Path) -> None:
+def test_plain_pytest_runs_in_an_environment_with_both_packages(
+    environment: Environment, wheel: Path, tmp_path: Path
+) -> None:
     environment.install(str(wheel))
     project = tmp_path / "project"
     project.mkdir()
@@ -132,7 +164,8 @@ BESIDE_THE_SIDECAR = """
 import importlib.util as u
 import dynamo.trtllm.sidecar as sidecar
 import dynamo.trtllm.config as config
-print(callable(sidecar.main), "dynamo_trtllm_overlay" in config.__file__, u.find_spec("dynamo.trtllm.publisher"))
+publisher = u.find_spec("dynamo.trtllm.publisher")
+print(callable(sidecar.main), "dynamo_trtllm_overlay" in config.__file__, publisher)
 """
 
 
@@ -146,12 +179,16 @@ def test_the_sidecar_of_ai_dynamo_runs_as_if_it_were_alone(
     assert environment.run("-m", SIDECAR, "--help") == alone
 
 
-def test_the_sidecar_imported_brings_no_other_module_of_their_package(environment: Environment, wheel: Path) -> None:
+def test_the_sidecar_imported_brings_no_other_module_of_their_package(
+    environment: Environment, wheel: Path
+) -> None:
     environment.install(str(wheel))
     assert environment.run("-c", BESIDE_THE_SIDECAR).split() == ["True", "True", "None"]
 
 
-def test_the_sidecars_own_imports_of_dynamo_trtllm_are_theirs_when_it_runs(environment: Environment, wheel: Path) -> None:
+def test_the_sidecars_own_imports_of_dynamo_trtllm_are_theirs_when_it_runs(
+    environment: Environment, wheel: Path
+) -> None:
     theirs = environment.site / "dynamo" / "trtllm"
     theirs.mkdir(parents=True)
     (theirs / "__init__.py").touch()

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from dynamo.llm import exceptions as dynamo
 
-from dynamo.trtllm.errors import ClientFault, EngineFault, PeerFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
+from dynamo.trtllm.errors import (
+    ClientFault,
+    EngineFault,
+    PeerFault,
+    PeerTimeout,
+    PeerUnavailable,
+    RequestCancelled,
+    WorkerError,
+)
 from dynamo.trtllm.frontend.request import parse_request
 from dynamo.trtllm.peers import client as peers
 from dynamo.trtllm.peers.client import PeerClient
@@ -29,7 +37,9 @@ class Hanging:
         self.context: FakeContext | None = None
         self.closed = False
 
-    async def __call__(self, request: Mapping[str, Any], context: FakeContext | None) -> AsyncGenerator[Any, None]:
+    async def __call__(
+        self, request: Mapping[str, Any], context: FakeContext | None
+    ) -> AsyncGenerator[Any, None]:
         self.context = context
         self.asked.set()
         try:
@@ -39,8 +49,12 @@ class Hanging:
             self.closed = True
 
 
-async def call(answer: Answer, context: FakeContext | None = None, timeout_s: float = LONG_S) -> Mapping[str, Any]:
-    return await PeerClient(FakeClient({1: answer}), "encode").call({"a": 1}, 1, context or FakeContext(), timeout_s)
+async def call(
+    answer: Answer, context: FakeContext | None = None, timeout_s: float = LONG_S
+) -> Mapping[str, Any]:
+    return await PeerClient(FakeClient({1: answer}), "encode").call(
+        {"a": 1}, 1, context or FakeContext(), timeout_s
+    )
 
 
 @pytest.mark.asyncio
@@ -76,12 +90,20 @@ async def test_a_call_has_a_context_of_its_own_that_is_stopped_at_the_end() -> N
 @pytest.mark.parametrize(
     ("error", "ours", "words"),
     [
-        (ValueError("Unavailable: tcp://10.0.0.1:9 refused"), PeerUnavailable, "the encode worker is not reachable"),
+        (
+            ValueError("Unavailable: tcp://10.0.0.1:9 refused"),
+            PeerUnavailable,
+            "the encode worker is not reachable",
+        ),
         (ValueError("DeadlineExceeded: 10.0.0.1"), PeerTimeout, "the encode worker took too long"),
         (dynamo.ConnectionTimeout("10.0.0.1"), PeerTimeout, "the encode worker took too long"),
         (TimeoutError("10.0.0.1"), PeerTimeout, "the encode worker took too long"),
         (dynamo.InvalidArgument("image 2: not an image"), ClientFault, "image 2: not an image"),
-        (dynamo.InvalidArgument("InvalidArgument: image 2: not an image"), ClientFault, "image 2: not an image"),
+        (
+            dynamo.InvalidArgument("InvalidArgument: image 2: not an image"),
+            ClientFault,
+            "image 2: not an image",
+        ),
         (dynamo.CannotConnect("10.0.0.1"), PeerUnavailable, "the encode worker is not reachable"),
         (dynamo.Disconnected("10.0.0.1"), PeerUnavailable, "the encode worker is not reachable"),
         (dynamo.EngineShutdown("x"), PeerUnavailable, "the encode worker is not reachable"),
@@ -92,7 +114,9 @@ async def test_a_call_has_a_context_of_its_own_that_is_stopped_at_the_end() -> N
         (dynamo.Unknown("/srv/secret"), EngineFault, "the encode worker failed"),
     ],
 )
-async def test_each_failure_becomes_ours_in_our_words(error: Exception, ours: type[WorkerError], words: str) -> None:
+async def test_each_failure_becomes_ours_in_our_words(
+    error: Exception, ours: type[WorkerError], words: str
+) -> None:
     with pytest.raises(WorkerError) as caught:
         await call(replies(error))
     assert type(caught.value) is ours
@@ -164,7 +188,10 @@ async def test_connecting_makes_a_client_of_the_endpoint() -> None:
             assert name == "dyn://n.prefill.generate"
             return Endpoint()
 
-    assert sorted((await peers.connect(Runtime(), "dyn://n.prefill.generate", "prefill")).instances()) == [2, 4]
+    assert sorted((await peers.connect(Runtime(), "dyn://n.prefill.generate", "prefill")).instances()) == [
+        2,
+        4,
+    ]
 
 
 RAW = raw_request(1, 2, temperature=0.5, stop={"max_tokens": 3}, routing={"priority": 1.0})
@@ -178,7 +205,9 @@ def prefill_over(client: FakeClient, timeout_s: float = LONG_S) -> PrefillPeers:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("error", [ValueError("Unavailable: x"), ValueError("DeadlineExceeded: x"), dynamo.EngineShutdown("x")])
+@pytest.mark.parametrize(
+    "error", [ValueError("Unavailable: x"), ValueError("DeadlineExceeded: x"), dynamo.EngineShutdown("x")]
+)
 async def test_prefill_is_tried_once_more_on_another_instance(error: Exception) -> None:
     client = FakeClient({1: replies(error), 2: replies(REPLY)})
     for _ in range(8):
@@ -189,9 +218,16 @@ async def test_prefill_is_tried_once_more_on_another_instance(error: Exception) 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("lost", [None, HANDOFF, HANDOFF.model_copy(update={"seed": None})])
-async def test_prefill_is_asked_again_what_the_frontend_asked_with_the_seed_of_what_was_lost(lost: Handoff | None) -> None:
+async def test_prefill_is_asked_again_what_the_frontend_asked_with_the_seed_of_what_was_lost(
+    lost: Handoff | None,
+) -> None:
     client = FakeClient({1: replies(REPLY)})
-    sent = {**RAW, "token_ids": b"\1\0\0\0\2\0\0\0", "prefill_result": {"disaggregated_params": {"a": 1}}, "unknown": [1]}
+    sent = {
+        **RAW,
+        "token_ids": b"\1\0\0\0\2\0\0\0",
+        "prefill_result": {"disaggregated_params": {"a": 1}},
+        "unknown": [1],
+    }
     await prefill_over(client).prefill(parse_request(sent, FakeContext()), FakeContext(), lost)
     seed = {"seed": 77} if lost is HANDOFF else {}
     (asked,) = client.requests
@@ -234,10 +270,14 @@ async def test_a_clients_fault_is_not_tried_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_deadline_is_shared_by_the_tries_and_whole_for_a_single_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deadline_is_shared_by_the_tries_and_whole_for_a_single_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[float] = []
 
-    async def call_peer(self: PeerClient, request: Any, instance: int, context: Any, timeout_s: float) -> Mapping[str, Any]:
+    async def call_peer(
+        self: PeerClient, request: Any, instance: int, context: Any, timeout_s: float
+    ) -> Mapping[str, Any]:
         given.append(timeout_s)
         raise PeerTimeout("late")
 
@@ -245,5 +285,7 @@ async def test_the_deadline_is_shared_by_the_tries_and_whole_for_a_single_instan
     monkeypatch.setattr(peers.time, "monotonic", lambda: 0.0)
     for count in (1, 3):
         with pytest.raises(PeerTimeout):
-            await prefill_over(FakeClient(dict.fromkeys(range(count), replies())), 10.0).prefill(ASKED, FakeContext())
+            await prefill_over(FakeClient(dict.fromkeys(range(count), replies())), 10.0).prefill(
+                ASKED, FakeContext()
+            )
     assert given == [10.0, 5.0, 10.0]

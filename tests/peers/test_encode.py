@@ -1,4 +1,5 @@
-"""Media from encode workers: whom it asks, what it does when one is gone or late, and that no offer is left behind."""
+"""Media from encode workers: whom it asks, what it does when one is gone or late,
+and that no offer is left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +27,16 @@ from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.local import LocalTransport
 from dynamo.trtllm.transfer.pooled import PooledTransfer
 from fakes import Answer, FakeClient, FakeContext, cancelled, replies, served_by, until
-from media_parts import HIDDEN, IMAGE_TOKENS, ROOMY, GatedEngine, loader_over, parts, png_url, write_embeddings
+from media_parts import (
+    HIDDEN,
+    IMAGE_TOKENS,
+    ROOMY,
+    GatedEngine,
+    loader_over,
+    parts,
+    png_url,
+    write_embeddings,
+)
 
 LONG_S = 60.0
 
@@ -54,10 +64,14 @@ class Cluster:
         self.engines[instance], self.senders[instance] = engine, transfer
         self.client.answers[instance] = served_by(handler)
 
-    async def encoder(self, *, timeout_s: float = LONG_S, fallback: MediaLoader | None = None, **media: Any) -> RemoteEncoder:
+    async def encoder(
+        self, *, timeout_s: float = LONG_S, fallback: MediaLoader | None = None, **media: Any
+    ) -> RemoteEncoder:
         self.reader = await self.transfer()
         client = PeerClient(self.client, "encode")
-        return RemoteEncoder(client, self.reader, PeerConfig(timeout_s=timeout_s), MediaConfig(**media), fallback)
+        return RemoteEncoder(
+            client, self.reader, PeerConfig(timeout_s=timeout_s), MediaConfig(**media), fallback
+        )
 
     def encoded(self) -> dict[int, int]:
         return {instance: len(engine.encoded) for instance, engine in self.engines.items()}
@@ -78,30 +92,43 @@ def candidates(encoder: RemoteEncoder, url: str) -> list[int]:
     return encoder._candidates(*parts(url))
 
 
-def named(uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any) -> MediaPart:
+def named(
+    uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any
+) -> MediaPart:
     return MediaPart(position, "image", url, uuid, tenant, options)
 
 
 def encoder_over(client: FakeClient, **options: Any) -> RemoteEncoder:
     """An encoder that never gets as far as reading."""
     config = PeerConfig(timeout_s=options.pop("timeout_s", LONG_S))
-    return RemoteEncoder(PeerClient(client, "encode"), PooledTransfer(LocalTransport()), config, MediaConfig(**options), None)
+    return RemoteEncoder(
+        PeerClient(client, "encode"), PooledTransfer(LocalTransport()), config, MediaConfig(**options), None
+    )
 
 
 @pytest.mark.asyncio
-async def test_embeddings_arrive_as_the_encode_worker_made_them_and_nothing_stays_held(cluster: Cluster, tmp_path: Path) -> None:
+async def test_embeddings_arrive_as_the_encode_worker_made_them_and_nothing_stays_held(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     await cluster.add(1, allowed_local_path=tmp_path)
     encoder = await cluster.encoder()
     file = write_embeddings(tmp_path, "e.pt", 3, value=2.5)
     here = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
     urls = [png_url(1), file, png_url(2)]
-    got, expected = await encoder.load(parts(*urls), ROOMY, FakeContext()), await here.load(parts(*urls), ROOMY)
+    got, expected = (
+        await encoder.load(parts(*urls), ROOMY, FakeContext()),
+        await here.load(parts(*urls), ROOMY),
+    )
     for ours, theirs in zip(got, expected, strict=True):
         assert isinstance(ours, EncodedMedia)
         assert isinstance(theirs, EncodedMedia)
         assert (ours.digest, ours.token_ids, ours.extras) == (theirs.digest, theirs.token_ids, theirs.extras)
         assert ours.tensors["features"].equal(theirs.tensors["features"])
-    assert [len(item.token_ids) for item in got if isinstance(item, EncodedMedia)] == [IMAGE_TOKENS, 3, IMAGE_TOKENS]
+    assert [len(item.token_ids) for item in got if isinstance(item, EncodedMedia)] == [
+        IMAGE_TOKENS,
+        3,
+        IMAGE_TOKENS,
+    ]
     assert got[0].tensors["features"].shape == (IMAGE_TOKENS, HIDDEN)  # type: ignore[union-attr]
     cluster.assert_nothing_held()
 
@@ -205,10 +232,14 @@ async def test_without_any_instance_it_is_a_503() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_deadline_is_split_over_two_tries_and_whole_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deadline_is_split_over_two_tries_and_whole_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[float] = []
 
-    async def call(self: PeerClient, request: Any, instance: int, context: Any, timeout_s: float) -> Mapping[str, Any]:
+    async def call(
+        self: PeerClient, request: Any, instance: int, context: Any, timeout_s: float
+    ) -> Mapping[str, Any]:
         given.append(timeout_s)
         raise PeerTimeout("late")
 
@@ -222,7 +253,9 @@ async def test_the_deadline_is_split_over_two_tries_and_whole_for_one(monkeypatc
 
 
 @pytest.mark.asyncio
-async def test_a_fault_of_the_client_arrives_in_the_encoders_words_and_is_not_tried_again(cluster: Cluster) -> None:
+async def test_a_fault_of_the_client_arrives_in_the_encoders_words_and_is_not_tried_again(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1)
     await cluster.add(2)
     encoder = await cluster.encoder()
@@ -248,10 +281,14 @@ async def test_what_no_encode_worker_takes_is_refused_before_any_is_asked() -> N
 
 
 @pytest.mark.asyncio
-async def test_an_image_too_long_for_the_context_is_refused_by_the_encode_worker_before_encoding(cluster: Cluster) -> None:
+async def test_an_image_too_long_for_the_context_is_refused_by_the_encode_worker_before_encoding(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1)
     encoder = await cluster.encoder()
-    with pytest.raises(ClientFault, match="the prompt has 12 tokens with its media; the context length is 12"):
+    with pytest.raises(
+        ClientFault, match="the prompt has 12 tokens with its media; the context length is 12"
+    ):
         await encoder.load(parts(png_url(1)), TokenBudget(8, 12), FakeContext())
     assert cluster.encoded() == {1: 0}
 
@@ -296,7 +333,8 @@ async def test_a_uuid_alone_finds_its_content_through_every_worker_that_asks(clu
     one, other = await cluster.encoder(cache_bytes=0), await cluster.encoder()
     for number in range(6):
         (sent,) = await one.load([named(f"u{number}", png_url(number))], ROOMY, FakeContext())
-        one._load[cluster.client.calls[-1]] += 100  # an instance with too much to do is still the one that knows
+        # an instance with too much to do is still the one that knows
+        one._load[cluster.client.calls[-1]] += 100
         (found,) = await other.load([named(f"u{number}")], ROOMY, FakeContext())
         assert (found.digest, found.kind) == (sent.digest, "image")
         assert cluster.client.calls[-1] == cluster.client.calls[-2]
@@ -305,7 +343,9 @@ async def test_a_uuid_alone_finds_its_content_through_every_worker_that_asks(clu
 
 
 @pytest.mark.asyncio
-async def test_a_uuid_that_the_encode_workers_do_not_know_for_this_tenant_is_the_clients_fault(cluster: Cluster) -> None:
+async def test_a_uuid_that_the_encode_workers_do_not_know_for_this_tenant_is_the_clients_fault(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1)
     encoder = await cluster.encoder()
     await encoder.load([named("u", png_url(1), "ours")], ROOMY, FakeContext())
@@ -339,7 +379,9 @@ async def test_a_uuid_that_a_request_sends_with_content_may_stand_alone_beside_i
 
 
 @pytest.mark.asyncio
-async def test_options_of_the_processor_reach_the_encode_worker_and_part_its_answers(cluster: Cluster) -> None:
+async def test_options_of_the_processor_reach_the_encode_worker_and_part_its_answers(
+    cluster: Cluster,
+) -> None:
     await cluster.add(1)
     encoder = await cluster.encoder()
     (plain,) = await encoder.load(parts(png_url(1)), ROOMY, FakeContext())
@@ -348,7 +390,10 @@ async def test_options_of_the_processor_reach_the_encode_worker_and_part_its_ans
     assert isinstance(longer, EncodedMedia)
     assert (len(plain.token_ids), len(longer.token_ids)) == (IMAGE_TOKENS, 7)
     assert plain.digest != longer.digest
-    with pytest.raises(ClientFault, match=r"^image 1: the content that its uuid names is not kept as these mm_processor_kwargs"):
+    with pytest.raises(
+        ClientFault,
+        match=r"^image 1: the content that its uuid names is not kept as these mm_processor_kwargs",
+    ):
         await encoder.load([named("u", tokens=6)], ROOMY, FakeContext())
 
 
@@ -359,7 +404,9 @@ class Fallback:
         self.loads = 0
         self.closed = False
 
-    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[MediaItem]:
         self.loads += 1
         return []
 

@@ -36,7 +36,13 @@ LOGPROBS = (StepLogprobs(TokenLogprob(301, -0.5, 1), (TokenLogprob(301, -0.5, 1)
 
 
 def handoff(**fields: Any) -> Handoff:
-    given = {"engine": "DoubleEngine", "prompt_token_ids": (1, 2, 3), "first_token_ids": (301,), "meta": {"key": 4}, **fields}
+    given = {
+        "engine": "DoubleEngine",
+        "prompt_token_ids": (1, 2, 3),
+        "first_token_ids": (301,),
+        "meta": {"key": 4},
+        **fields,
+    }
     return Handoff(**given)
 
 
@@ -56,7 +62,9 @@ def test_a_handoff_comes_back_as_it_was_written() -> None:
 def test_the_first_step_is_final_only_when_prefill_finished_the_request() -> None:
     going_on = handoff(logprobs=wire_logprobs(LOGPROBS), cached_tokens=2)
     assert going_on.first_step() == Step((301,), LOGPROBS, usage=Usage(3, 1, 2))
-    ended = Handoff.parse(through_json(handoff(finish="stop", stop_reason=301, first_token_ids=(), cached_tokens=2)), "prefill")
+    ended = Handoff.parse(
+        through_json(handoff(finish="stop", stop_reason=301, first_token_ids=(), cached_tokens=2)), "prefill"
+    )
     assert ended.first_step() == Step((), None, "stop", 301, Usage(3, 0, 2))
 
 
@@ -69,7 +77,9 @@ ENCODE = EncodeRequest(
     text_tokens=5,
     context_length=64,
 )
-ENCODED = EncodeReply(kind="image", digest="d", token_ids=(1, 1), extras={"grid": [1, 2, 3]}, transfer=DESCRIPTOR)
+ENCODED = EncodeReply(
+    kind="image", digest="d", token_ids=(1, 1), extras={"grid": [1, 2, 3]}, transfer=DESCRIPTOR
+)
 
 
 def test_encode_messages_come_back_as_they_were_written() -> None:
@@ -78,15 +88,16 @@ def test_encode_messages_come_back_as_they_were_written() -> None:
 
 
 DESCRIPTOR_JSON = (
-    '{"version": 2, "transport": "local", "sender": {"name": "a", "incarnation": "b", "metadata": ""}, "device": "cpu", '
-    '"device_index": 0, "address": 4096, "length": 1024, "acknowledge_at": 0, "generation": 7, "time_to_live_s": 60.0, '
-    '"tensors": [{"name": "features", "dtype": "float32", "shape": [2, 3], "nbytes": 24, "offset": 256}]}'
+    '{"version": 2, "transport": "local", "sender": {"name": "a", "incarnation": "b", "metadata": ""}, '
+    '"device": "cpu", "device_index": 0, "address": 4096, "length": 1024, "acknowledge_at": 0, '
+    '"generation": 7, "time_to_live_s": 60.0, "tensors": [{"name": "features", "dtype": "float32", '
+    '"shape": [2, 3], "nbytes": 24, "offset": 256}]}'
 )
 LOGPROBS_JSON = "[[[301, -0.5, 1], [[301, -0.5, 1], [9, -2.0, 2]]]]"
 GOING_ON_JSON = (
-    '{"schema_version": 2, "engine": "DoubleEngine", "prompt_token_ids": [1, 2, 3], "first_token_ids": [301], '
-    f'"logprobs": {LOGPROBS_JSON}, "cached_tokens": 2, "finish": null, "stop_reason": null, "seed": 11, '
-    f'"meta": {{"key": 4}}, "transfer": {DESCRIPTOR_JSON}}}'
+    '{"schema_version": 2, "engine": "DoubleEngine", "prompt_token_ids": [1, 2, 3], "first_token_ids": '
+    f'[301], "logprobs": {LOGPROBS_JSON}, "cached_tokens": 2, "finish": null, "stop_reason": null, '
+    f'"seed": 11, "meta": {{"key": 4}}, "transfer": {DESCRIPTOR_JSON}}}'
 )
 ENDED_JSON = (
     '{"schema_version": 2, "engine": "DoubleEngine", "prompt_token_ids": [1, 2, 3], "first_token_ids": [], '
@@ -94,19 +105,22 @@ ENDED_JSON = (
     '"meta": {"key": 4}, "transfer": null}'
 )
 ENCODE_JSON = (
-    '{"schema_version": 2, "kind": "image", "position": 2, "url": "https://x/y.png", "uuid": "u", "tenant": null, '
-    '"options": {"max_pixels": 784}, "text_tokens": 5, "context_length": 64}'
+    '{"schema_version": 2, "kind": "image", "position": 2, "url": "https://x/y.png", "uuid": '
+    '"u", "tenant": null, "options": {"max_pixels": 784}, "text_tokens": 5, "context_length": 64}'
 )
 ENCODED_JSON = (
-    '{"schema_version": 2, "kind": "image", "digest": "d", "token_ids": [1, 1], "extras": {"grid": [1, 2, 3]}, '
-    f'"transfer": {DESCRIPTOR_JSON}}}'
+    '{"schema_version": 2, "kind": "image", "digest": "d", "token_ids": [1, 1], "extras": '
+    f'{{"grid": [1, 2, 3]}}, "transfer": {DESCRIPTOR_JSON}}}'
 )
 
 
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (handoff(logprobs=wire_logprobs(LOGPROBS), cached_tokens=2, seed=11, transfer=DESCRIPTOR), GOING_ON_JSON),
+        (
+            handoff(logprobs=wire_logprobs(LOGPROBS), cached_tokens=2, seed=11, transfer=DESCRIPTOR),
+            GOING_ON_JSON,
+        ),
         (handoff(finish="stop", stop_reason="done", first_token_ids=()), ENDED_JSON),
         (ENCODE, ENCODE_JSON),
         (ENCODED, ENCODED_JSON),
@@ -140,7 +154,8 @@ class OtherUsage(NamedTuple):
 
 @pytest.fixture
 def over_another_core(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The messages as they would be if `core` had other nouns: fields in another order, more of them, more ways to end."""
+    """The messages as they would be if `core` had other nouns:
+    fields in another order, more of them, more ways to end."""
     monkeypatch.setattr(core, "TokenLogprob", OtherTokenLogprob)
     monkeypatch.setattr(core, "StepLogprobs", OtherStepLogprobs)
     monkeypatch.setattr(core, "Usage", OtherUsage)
@@ -197,14 +212,20 @@ def broken(**changes: Any) -> dict[str, Any]:
         {},
     ],
 )
-def test_a_handoff_of_another_release_is_a_peers_fault_without_the_librarys_words(raw: dict[str, Any]) -> None:
+def test_a_handoff_of_another_release_is_a_peers_fault_without_the_librarys_words(
+    raw: dict[str, Any],
+) -> None:
     with pytest.raises(PeerFault) as caught:
         Handoff.parse(raw, "prefill")
-    assert caught.value.message == ("the prefill worker speaks another schema than this one; run the same release on all workers")
+    assert caught.value.message == (
+        "the prefill worker speaks another schema than this one; run the same release on all workers"
+    )
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize("raw", [{"schema_version": 1, "items": []}, {**through_json(ENCODED), "more": 1}, {"token_ids": []}])
+@pytest.mark.parametrize(
+    "raw", [{"schema_version": 1, "items": []}, {**through_json(ENCODED), "more": 1}, {"token_ids": []}]
+)
 def test_an_encode_reply_of_another_release_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(PeerFault, match="the encode worker speaks another schema"):
         EncodeReply.parse(raw, "encode")

@@ -16,7 +16,8 @@ BUDGET = TokenBudget(1, 100)
 
 
 class Place:
-    """A source of media whose items are its own name and the part's url; `known` are the uuids that it keeps."""
+    """A source of media whose items are its own name and the part's url;
+    `known` are the uuids that it keeps."""
 
     def __init__(self, name: str, known: Sequence[str] = ()) -> None:
         self.name = name
@@ -24,7 +25,9 @@ class Place:
         self.asked = 0
         self.closed = False
 
-    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[Any]:
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[Any]:
         assert parts
         self.asked += 1
         return [(self.name, part.kind, part.url or part.uuid) for part in parts]
@@ -66,16 +69,27 @@ def part(kind: str, url: str, position: int = 1, uuid: str | None = None) -> Med
         ("", "here", "here"),
     ],
 )
-async def test_a_part_goes_where_the_engine_takes_its_embeddings_from(what: str, picture: str, file: str) -> None:
+async def test_a_part_goes_where_the_engine_takes_its_embeddings_from(
+    what: str, picture: str, file: str
+) -> None:
     media, _, _ = split(image=what)
-    parts = [part("image", "https://h/a.png"), part("image", "file:///t/e.pt", 2), part("image", "https://h/b.png", 3)]
+    parts = [
+        part("image", "https://h/a.png"),
+        part("image", "file:///t/e.pt", 2),
+        part("image", "https://h/b.png", 3),
+    ]
     assert [place for place, _, _ in await media.load(parts, BUDGET)] == [picture, file, picture]
 
 
 @pytest.mark.asyncio
 async def test_each_kind_goes_its_own_way_and_all_come_back_in_the_requests_order() -> None:
     media, here, apart = split(image="files", video="encoded")
-    parts = [part("video", "v"), part("image", "i"), part("image", "file:///t/e.pt", 2), part("video", "w", 2)]
+    parts = [
+        part("video", "v"),
+        part("image", "i"),
+        part("image", "file:///t/e.pt", 2),
+        part("video", "w", 2),
+    ]
     assert await media.load(parts, BUDGET) == [
         ("apart", "video", "v"),
         ("here", "image", "i"),

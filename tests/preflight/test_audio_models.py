@@ -1,4 +1,5 @@
-"""The checks at start with a model that hears: config.json of Qwen/Qwen2-Audio-7B, without what no check reads."""
+"""The checks at start with a model that hears:
+config.json of Qwen/Qwen2-Audio-7B, without what no check reads."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ def test_its_size_is_estimated_with_its_audio_encoder() -> None:
 
 def test_the_portable_engine_takes_it_and_tensorrt_llm_does_not(directory: Path) -> None:
     assert not [fault for fault in faults(directory, "transformers") if "audio" in fault.lower()]
-    words = "Qwen2AudioForConditionalGeneration takes audio, which this worker serves with --engine transformers only"
+    words = (
+        "Qwen2AudioForConditionalGeneration takes audio, "
+        "which this worker serves with --engine transformers only"
+    )
     assert words in faults(directory, "tensorrt_llm")
 
 

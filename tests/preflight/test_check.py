@@ -30,8 +30,17 @@ def test_the_plan_tells_what_the_worker_would_be_and_where_each_value_came_from(
 ) -> None:
     path = make_model(tmp_path / "m", "llama-4-scout-17b-16e-instruct")
     config = ROOT / "engine_configs" / "llama4" / "multimodal" / "llama4-Scout" / "prefill.yaml"
-    command = ["--check", "--model-path", path, "--served-model-name", "scout", "--disaggregation-mode", "prefill"]
-    command += ["--modality", "multimodal", "--encode-endpoint", "dyn://dynamo.tensorrt_llm_encode.generate"]
+    command = [
+        "--check",
+        "--model-path",
+        path,
+        "--served-model-name",
+        "scout",
+        "--disaggregation-mode",
+        "prefill",
+    ]
+    encoder = "dyn://dynamo.tensorrt_llm_encode.generate"
+    command += ["--modality", "multimodal", "--encode-endpoint", encoder]
     command += ["--extra-engine-args", str(config), "--max-batch-size", "4", "--gpu-memory-gb", "141"]
     assert run(parse(command)) == 0
     printed = capsys.readouterr().out
@@ -45,7 +54,7 @@ def test_the_plan_tells_what_the_worker_would_be_and_where_each_value_came_from(
   discovery etcd, request plane tcp, response plane tcp, event plane zmq
 peers
   needs a decode worker of the same model
-  needs an encode worker at dyn://dynamo.tensorrt_llm_encode.generate, waits 60 s for it, answers 503 while there is none
+  needs an encode worker at {encoder}, waits 60 s for it, answers 503 while there is none
 engine arguments
   cache_transceiver_config.backend = "NIXL"  (file prefill.yaml)
   cache_transceiver_config.kv_transfer_timeout_ms = 60000  (file prefill.yaml)
@@ -76,15 +85,26 @@ no fault found""".splitlines()
     )
 
 
-def test_the_plan_of_other_roles_leaves_out_what_they_have_no_use_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_other_roles_leaves_out_what_they_have_no_use_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = make_model(tmp_path / "m", "qwen3-vl-8b-instruct")
-    command = ["--check", "--model-path", path, "--engine", "transformers", "--modality", "multimodal", "--disaggregation-mode"]
+    command = [
+        "--check",
+        "--model-path",
+        path,
+        "--engine",
+        "transformers",
+        "--modality",
+        "multimodal",
+        "--disaggregation-mode",
+    ]
     assert run(parse([*command, "decode", "--device", "cpu"])) == 0
     decode = capsys.readouterr().out
     assert (
-        "peers\n  needs a prefill worker of the same model; asks dyn://dynamo.prefill.generate again when one was lost\n"
-        in decode
-    )
+        "peers\n  needs a prefill worker of the same model; "
+        "asks dyn://dynamo.prefill.generate again when one was lost\n"
+    ) in decode
     assert "media\n  takes none\n" in decode
     assert "transfers\n  KV caches by NIXL, pool of 256 MB, kept 60 s\n" in decode
     assert "147456 bytes per token, 147456 on one device\nno fault found" in decode
@@ -99,19 +119,27 @@ def test_the_plan_of_other_roles_leaves_out_what_they_have_no_use_for(tmp_path: 
     assert "transfers\n  none\n" in aggregated
 
 
-def test_memory_follows_parallelism_dtype_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_follows_parallelism_dtype_and_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = make_model(tmp_path / "m", "qwen3-0.6b")
 
     def memory(*arguments: str) -> list[str]:
         assert run(parse(["--check", "--model-path", path, "--gpu-memory-gb", "80", *arguments])) == 0
         return capsys.readouterr().out.partition("memory\n")[2].splitlines()
 
-    assert "  KV cache 114688 bytes per token, 14336 on each of 16 GPUs" in memory("--tensor-parallel-size", "16")
-    assert "  KV cache 114688 bytes per token, 57344 on each of 2 GPUs" in memory("--pipeline-parallel-size", "2")
+    assert "  KV cache 114688 bytes per token, 14336 on each of 16 GPUs" in memory(
+        "--tensor-parallel-size", "16"
+    )
+    assert "  KV cache 114688 bytes per token, 57344 on each of 2 GPUs" in memory(
+        "--pipeline-parallel-size", "2"
+    )
     assert "  KV cache 114688 bytes per token, 114688 on each of 2 GPUs" in memory(
         "--tensor-parallel-size", "2", "--enable-attention-dp"
     )
-    assert "  KV cache 57344 bytes per token, 57344 on one device" in memory("--trtllm.kv_cache_config.dtype", "fp8")
+    assert "  KV cache 57344 bytes per token, 57344 on one device" in memory(
+        "--trtllm.kv_cache_config.dtype", "fp8"
+    )
     assert memory("--dtype", "float32")[:2] == [
         "  weights about 2.4 GB, 2.4 GB on one device",
         "  KV cache 229376 bytes per token, 229376 on one device",
@@ -124,7 +152,9 @@ def test_layers_with_a_window_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert "  of which 40 of 48 layers keep at most 1024 tokens of a request\n" in capsys.readouterr().out
 
 
-def test_the_size_of_a_gpu_is_given_asked_of_the_driver_or_assumed_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_gpu_is_given_asked_of_the_driver_or_assumed_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_gpu_memory(24.0).gigabytes == 24.0
     monkeypatch.setenv("PATH", str(tmp_path))
     assumed = find_gpu_memory(None)
@@ -141,48 +171,64 @@ def test_the_size_of_a_gpu_is_given_asked_of_the_driver_or_assumed_aloud(tmp_pat
 PAIRS = [
     (
         {"cache_transceiver_config": {"backend": "UCX"}},
-        ["cache_transceiver_config.backend is NIXL on prefill and UCX on decode: make them equal, since both sides "
-         "must speak the "
-         "same transport"],
+        [(
+            "cache_transceiver_config.backend is NIXL on prefill and UCX on decode: "
+            "make them equal, since both sides must speak the same transport"
+        )],
     ),
     (
         {"cache_transceiver_config": None},
-        ["cache_transceiver_config.backend is NIXL on prefill and None on decode: make them equal, since both "
-         "sides must speak the "
-         "same transport"],
+        [(
+            "cache_transceiver_config.backend is NIXL on prefill and None on decode: "
+            "make them equal, since both sides must speak the same transport"
+        )],
     ),
     (
         {"dtype": "float16"},
-        ["dtype is auto on prefill and float16 on decode: make them equal, since KV caches are handed over as they are"],
+        [(
+            "dtype is auto on prefill and float16 on decode: make them equal, "
+            "since KV caches are handed over as they are"
+        )],
     ),
     (
         {"kv_cache_config": {"dtype": "fp8"}},
-        ["kv_cache_config.dtype is auto on prefill and fp8 on decode: make them equal, since KV caches are handed "
-         "over as they are"],
+        [(
+            "kv_cache_config.dtype is auto on prefill and fp8 on decode: "
+            "make them equal, since KV caches are handed over as they are"
+        )],
     ),
     (
         {"kv_cache_config": {"tokens_per_block": 64}},
-        ["kv_cache_config.tokens_per_block is 32 on prefill and 64 on decode: make them equal, since KV caches are "
-         "handed over block "
-         "by block"],
+        [(
+            "kv_cache_config.tokens_per_block is 32 on prefill and 64 on decode: "
+            "make them equal, since KV caches are handed over block by block"
+        )],
     ),
     (
         {"cache_transceiver_config": {"max_tokens_in_buffer": 1024}},
-        ["cache_transceiver_config.max_tokens_in_buffer is 1024 on decode, below prefill's longest expanded prompt "
-         "of 16384 tokens by "
-         "max_seq_len: raise it to at least that"],
+        [(
+            "cache_transceiver_config.max_tokens_in_buffer is 1024 on decode, below prefill's longest "
+            "expanded prompt of 16384 tokens by max_seq_len: raise it to at least that"
+        )],
     ),
     (
         {"max_seq_len": 8192},
-        ["max_seq_len is 16384 on prefill and 8192 on decode: decode must take at least what prefill hands over"],
+        [(
+            "max_seq_len is 16384 on prefill and 8192 on decode: "
+            "decode must take at least what prefill hands over"
+        )],
     ),
     (
         {"attn_backend": "FLASHINFER", "tensor_parallel_size": 2},
         [
-            "tensor_parallel_size is 1 on prefill and 2 on decode, and attn_backend FLASHINFER lays KV caches out by "
-            "it: make them "
-            "equal",
-            "attn_backend differs between prefill and decode: make them equal, since it decides how KV caches are laid out",
+            (
+                "tensor_parallel_size is 1 on prefill and 2 on decode, "
+                "and attn_backend FLASHINFER lays KV caches out by it: make them equal"
+            ),
+            (
+                "attn_backend differs between prefill and decode: make them equal, "
+                "since it decides how KV caches are laid out"
+            ),
         ],
     ),
     ({"tensor_parallel_size": 2, "max_batch_size": 7}, []),
@@ -212,7 +258,11 @@ def test_prefill_and_decode_that_do_not_fit_together_are_refused_from_either_sid
         str(path),
     ]
     assert run(parse(prefill)) == (1 if sentences else 0)
-    faults = [line.removeprefix("fault: ") for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
+    faults = [
+        line.removeprefix("fault: ")
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("fault: ")
+    ]
     assert faults == sentences
     decode = [
         *model,
@@ -230,9 +280,24 @@ def test_prefill_and_decode_that_do_not_fit_together_are_refused_from_either_sid
 
 def test_different_splits_that_may_work_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "decode.yaml"
-    path.write_text((QWEN3 / "decode.yaml").read_text() + "tensor_parallel_size: 2\nenable_attention_dp: true\n")
-    command = ["--check", "--model-path", make_model(tmp_path / "m", "qwen3-0.6b"), "--disaggregation-mode", "prefill"]
-    command += ["--extra-engine-args", str(QWEN3 / "prefill.yaml"), "--pipeline-parallel-size", "2", "--against", str(path)]
+    path.write_text(
+        (QWEN3 / "decode.yaml").read_text() + "tensor_parallel_size: 2\nenable_attention_dp: true\n"
+    )
+    command = [
+        "--check",
+        "--model-path",
+        make_model(tmp_path / "m", "qwen3-0.6b"),
+        "--disaggregation-mode",
+        "prefill",
+    ]
+    command += [
+        "--extra-engine-args",
+        str(QWEN3 / "prefill.yaml"),
+        "--pipeline-parallel-size",
+        "2",
+        "--against",
+        str(path),
+    ]
     assert run(parse(command)) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")] == [
         "note: tensor_parallel_size 1 on prefill and 2 on decode: KV heads are split anew on the way",
@@ -259,6 +324,17 @@ sys.exit(run(parse(sys.argv[1:])))
 @pytest.mark.parametrize("engine", ["tensorrt_llm", "transformers"])
 def test_a_check_imports_no_engine(engine: str, tmp_path: Path) -> None:
     path = make_model(tmp_path / "m", "qwen3-vl-8b-instruct")
-    command = [sys.executable, "-c", BLOCKED, "--check", "--model-path", path, "--modality", "multimodal", "--engine", engine]
+    command = [
+        sys.executable,
+        "-c",
+        BLOCKED,
+        "--check",
+        "--model-path",
+        path,
+        "--modality",
+        "multimodal",
+        "--engine",
+        engine,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr, result.stdout.splitlines()[-1]) == (0, "", "no fault found")

@@ -46,15 +46,19 @@ REFUSALS = [
     (
         "llama-4-maverick-17b-128e-instruct",
         ["--tensor-parallel-size", "16"],
-        "Llama4ForConditionalGeneration has 40 attention heads, which tensor_parallel_size 16 (--tensor-parallel-size) does not "
-        "divide: use 1, 2, 4, 8 or 40, or set enable_attention_dp",
+        (
+            "Llama4ForConditionalGeneration has 40 attention heads, which tensor_parallel_size 16 "
+            "(--tensor-parallel-size) does not divide: use 1, 2, 4, 8 or 40, or set enable_attention_dp"
+        ),
     ),
     (
         "qwen2-vl-7b-instruct",
         ["--tensor-parallel-size", "7"],
-        "Qwen2VLForConditionalGeneration has 4 KV heads, which tensor_parallel_size 7 (--tensor-parallel-size) "
-        "neither divides nor "
-        "is a multiple of: use 1, 2, 4 or 28, or set enable_attention_dp",
+        (
+            "Qwen2VLForConditionalGeneration has 4 KV heads, which tensor_parallel_size 7 "
+            "(--tensor-parallel-size) neither divides nor is a multiple of: use 1, 2, 4 or 28, or set "
+            "enable_attention_dp"
+        ),
     ),
     (
         "qwen3-vl-30b-a3b-instruct",
@@ -66,35 +70,53 @@ REFUSALS = [
     (
         "qwen3-0.6b",
         ["--pipeline-parallel-size", "29"],
-        "Qwen3ForCausalLM has 28 layers, fewer than pipeline_parallel_size 29 (--pipeline-parallel-size): use at most so many",
+        (
+            "Qwen3ForCausalLM has 28 layers, fewer than pipeline_parallel_size 29 "
+            "(--pipeline-parallel-size): use at most so many"
+        ),
     ),
     (
         "qwen3-0.6b",
         ["--trtllm.speculative_config.max_draft_len", "3"],
-        "speculative_config needs a decoding_type, by which TensorRT-LLM knows its other keys: add it, or remove it all",
+        (
+            "speculative_config needs a decoding_type, by which TensorRT-LLM knows its other keys: "
+            "add it, or remove it all"
+        ),
     ),
     (
         "qwen3-0.6b",
         [*PORTABLE, "--tensor-parallel-size", "2"],
-        "tensor_parallel_size 2 (--tensor-parallel-size) must be 1 for the portable engine: it runs on one device",
+        (
+            "tensor_parallel_size 2 (--tensor-parallel-size) must be 1 for the portable engine: "
+            "it runs on one device"
+        ),
     ),
     (
         "qwen3-0.6b",
         PREFILL,
-        "a prefill worker moves KV caches and needs cache_transceiver_config.backend in its engine configuration, "
-        "the same on prefill "
-        "and decode, for instance NIXL",
+        (
+            "a prefill worker moves KV caches and needs cache_transceiver_config.backend in its engine "
+            "configuration, the same on prefill and decode, for instance NIXL"
+        ),
     ),
     (
         "qwen3-0.6b",
         DECODE,
-        "a decode worker moves KV caches and needs cache_transceiver_config.backend in its engine configuration, "
-        "the same on prefill "
-        "and decode, for instance NIXL",
+        (
+            "a decode worker moves KV caches and needs cache_transceiver_config.backend in its engine "
+            "configuration, the same on prefill and decode, for instance NIXL"
+        ),
     ),
     (
         "qwen3-0.6b",
-        [*DECODE, *NIXL, "--trtllm.cache_transceiver_config.max_tokens_in_buffer", "4096", "--max-seq-len", "8192"],
+        [
+            *DECODE,
+            *NIXL,
+            "--trtllm.cache_transceiver_config.max_tokens_in_buffer",
+            "4096",
+            "--max-seq-len",
+            "8192",
+        ],
         "cache_transceiver_config.max_tokens_in_buffer 4096 "
         "(--trtllm.cache_transceiver_config.max_tokens_in_buffer) is below the "
         "longest expanded prompt, 8192 tokens by max_seq_len: raise it to at least that",
@@ -102,17 +124,22 @@ REFUSALS = [
     (
         "qwen3-0.6b",
         [*DECODE, *NIXL, "--trtllm.cache_transceiver_config.max_tokens_in_buffer", "4096"],
-        "cache_transceiver_config.max_tokens_in_buffer 4096 "
-        "(--trtllm.cache_transceiver_config.max_tokens_in_buffer) is below the "
-        "longest expanded prompt, 40960 tokens by the model's context length, since max_seq_len is not set: raise "
-        "it to at least that",
+        (
+            "cache_transceiver_config.max_tokens_in_buffer 4096 "
+            "(--trtllm.cache_transceiver_config.max_tokens_in_buffer) is below the longest expanded "
+            "prompt, 40960 tokens by the model's context length, since max_seq_len is not set: raise it "
+            "to at least that"
+        ),
     ),
     (
         "qwen3-0.6b",
         [*PREFILL, *NIXL, "--trtllm.cache_transceiver_config.max_tokens_in_buffer", "4096"],
-        "cache_transceiver_config.max_tokens_in_buffer 4096 "
-        "(--trtllm.cache_transceiver_config.max_tokens_in_buffer) is below the "
-        "longest expanded prompt, 8192 tokens by max_num_tokens, since enable_chunked_prefill is off: raise it to at least that",
+        (
+            "cache_transceiver_config.max_tokens_in_buffer 4096 "
+            "(--trtllm.cache_transceiver_config.max_tokens_in_buffer) is below the longest expanded "
+            "prompt, 8192 tokens by max_num_tokens, since enable_chunked_prefill is off: raise it to at "
+            "least that"
+        ),
     ),
     (
         "qwen2-vl-7b-instruct",
@@ -120,7 +147,11 @@ REFUSALS = [
         "--limit-mm-per-prompt: 'images' is no kind of media; there are image, video and audio",
     ),
     ("qwen3-0.6b", MULTIMODAL, "Qwen3ForCausalLM takes no images: use --modality text, or another model"),
-    ("qwen3-0.6b", [*MULTIMODAL, *PORTABLE], "Qwen3ForCausalLM takes no media: use --modality text, or another model"),
+    (
+        "qwen3-0.6b",
+        [*MULTIMODAL, *PORTABLE],
+        "Qwen3ForCausalLM takes no media: use --modality text, or another model",
+    ),
     (
         "llama-4-scout-17b-16e-instruct",
         [*MULTIMODAL, *PORTABLE],
@@ -138,24 +169,34 @@ REFUSALS = [
     (
         "qwen3-vl-8b-instruct",
         [*MULTIMODAL, "--load-format", "vision_only"],
-        "load_format vision_only (--load-format) leaves the text model out, so only an encode worker can use it: remove it",
+        (
+            "load_format vision_only (--load-format) leaves the text model out, "
+            "so only an encode worker can use it: remove it"
+        ),
     ),
     (
         "qwen3-vl-8b-instruct",
         [*MULTIMODAL, "--encode-endpoint", "dyn://dynamo.tensorrt_llm.generate"],
-        "--encode-endpoint dyn://dynamo.tensorrt_llm.generate is this worker's own endpoint: give that of the encode worker",
+        (
+            "--encode-endpoint dyn://dynamo.tensorrt_llm.generate is this worker's own endpoint: "
+            "give that of the encode worker"
+        ),
     ),
     (
         "qwen2-vl-7b-instruct",
         [*MULTIMODAL, *ENCODER],
-        "TensorRT-LLM takes no embeddings for Qwen2VLForConditionalGeneration from an encode worker: remove --encode-endpoint",
+        (
+            "TensorRT-LLM takes no embeddings for Qwen2VLForConditionalGeneration from an encode worker: "
+            "remove --encode-endpoint"
+        ),
     ),
     (
         "gemma-3-12b-it",
         ENCODE,
-        "TensorRT-LLM cannot encode images of Gemma3ForConditionalGeneration in a worker of their own: leave the "
-        "encode worker out, "
-        "prefill and aggregated workers encode them",
+        (
+            "TensorRT-LLM cannot encode images of Gemma3ForConditionalGeneration in a worker of their "
+            "own: leave the encode worker out, prefill and aggregated workers encode them"
+        ),
     ),
     (
         "qwen3-0.6b",
@@ -166,8 +207,10 @@ REFUSALS = [
     (
         "qwen3-0.6b",
         ["--trtllm.kv_cach_config.dtype", "fp8"],
-        "TensorRT-LLM 1.3.0rc29 does not know the engine argument kv_cach_config (--trtllm.kv_cach_config.dtype): did you mean "
-        "kv_cache_config?",
+        (
+            "TensorRT-LLM 1.3.0rc29 does not know the engine argument kv_cach_config "
+            "(--trtllm.kv_cach_config.dtype): did you mean kv_cache_config?"
+        ),
     ),
     (
         "qwen3-0.6b",
@@ -178,13 +221,17 @@ REFUSALS = [
     (
         "qwen3-0.6b",
         [*DECODE, "--trtllm.cache_transceiver_config.backend", "RDMA"],
-        "cache_transceiver_config.backend RDMA (--trtllm.cache_transceiver_config.backend) must be one of DEFAULT, UCX, NIXL, "
-        "MOONCAKE, MPI",
+        (
+            "cache_transceiver_config.backend RDMA (--trtllm.cache_transceiver_config.backend) "
+            "must be one of DEFAULT, UCX, NIXL, MOONCAKE, MPI"
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "sentence"), REFUSALS, ids=[f"{case[0]} {' '.join(case[1])}" for case in REFUSALS])
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"), REFUSALS, ids=[f"{case[0]} {' '.join(case[1])}" for case in REFUSALS]
+)
 def test_check_refuses_by_its_sentence(
     name: str, arguments: list[str], sentence: str, model: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,7 +255,9 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments"), ALLOWED, ids=[f"{case[0]} {' '.join(case[1])}" for case in ALLOWED])
+@pytest.mark.parametrize(
+    ("name", "arguments"), ALLOWED, ids=[f"{case[0]} {' '.join(case[1])}" for case in ALLOWED]
+)
 def test_what_works_is_let_through(name: str, arguments: list[str], model: Model) -> None:
     assert find_faults(parse_args(["--model-path", str(model(name)), *arguments])) == []
 
@@ -216,10 +265,27 @@ def test_what_works_is_let_through(name: str, arguments: list[str], model: Model
 def test_every_fault_is_found_at_once(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     path = model("qwen2-vl-7b-instruct")
     (path / "tokenizer.json").unlink()
-    command = ["--model-path", str(path), *PREFILL, *MULTIMODAL, *ENCODER, "--tensor-parallel-size", "6", "--trtllm.zzz", "1"]
+    command = [
+        "--model-path",
+        str(path),
+        *PREFILL,
+        *MULTIMODAL,
+        *ENCODER,
+        "--tensor-parallel-size",
+        "6",
+        "--trtllm.zzz",
+        "1",
+    ]
     assert run(parse([*command, "--check"])) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
-    marks = ("has no tokenizer.json", "28 attention heads", "4 KV heads", "moves KV caches", "takes no embeddings", "zzz")
+    marks = (
+        "has no tokenizer.json",
+        "28 attention heads",
+        "4 KV heads",
+        "moves KV caches",
+        "takes no embeddings",
+        "zzz",
+    )
     assert [next((mark for mark in marks if mark in line), line) for line in faults] == list(marks)
 
 
@@ -229,22 +295,35 @@ def test_every_fault_is_found_at_once(model: Model, capsys: pytest.CaptureFixtur
         ("config.json", "has no config.json: give the directory of a complete model"),
         (
             "tokenizer.json",
-            "has no tokenizer.json, which Dynamo's frontend makes token ids with: download the complete model",
+            (
+                "has no tokenizer.json, which Dynamo's frontend makes token ids with: "
+                "download the complete model"
+            ),
         ),
-        ("model.safetensors", "has no weights (*.safetensors, *.bin, *.pt, *.pth): download the complete model"),
+        (
+            "model.safetensors",
+            "has no weights (*.safetensors, *.bin, *.pt, *.pth): download the complete model",
+        ),
         (
             "preprocessor_config.json",
-            "has no image processor (preprocessor_config.json, processor_config.json): download the complete model",
+            (
+                "has no image processor (preprocessor_config.json, processor_config.json): "
+                "download the complete model"
+            ),
         ),
     ],
 )
 def test_a_model_directory_without_what_is_needed_is_refused(file: str, sentence: str, model: Model) -> None:
     path = model("qwen3-vl-8b-instruct")
     (path / file).unlink()
-    assert find_faults(parse_args(["--model-path", str(path), *MULTIMODAL])) == [f"the model directory {path} {sentence}"]
+    assert find_faults(parse_args(["--model-path", str(path), *MULTIMODAL])) == [
+        f"the model directory {path} {sentence}"
+    ]
 
 
-def test_a_text_or_decode_worker_needs_no_image_processor_and_dummy_weights_need_no_file(model: Model) -> None:
+def test_a_text_or_decode_worker_needs_no_image_processor_and_dummy_weights_need_no_file(
+    model: Model,
+) -> None:
     path = model("qwen3-vl-8b-instruct")
     for file in ("preprocessor_config.json", "model.safetensors"):
         (path / file).unlink()
@@ -252,20 +331,30 @@ def test_a_text_or_decode_worker_needs_no_image_processor_and_dummy_weights_need
         assert find_faults(parse_args(["--model-path", str(path), "--load-format", "dummy", *flags])) == []
 
 
-def test_a_directory_that_does_not_exist_or_describes_no_decoder_is_refused(tmp_path: Path, model: Model) -> None:
+def test_a_directory_that_does_not_exist_or_describes_no_decoder_is_refused(
+    tmp_path: Path, model: Model
+) -> None:
     missing = str(tmp_path / "missing")
-    assert find_faults(parse_args(["--model-path", missing])) == [f"--model-path {missing} is not a directory on this machine"]
+    assert find_faults(parse_args(["--model-path", missing])) == [
+        f"--model-path {missing} is not a directory on this machine"
+    ]
     path = model("qwen3-0.6b")
     (path / "config.json").write_text('{"model_type": "t5"}')
     assert find_faults(parse_args(["--model-path", str(path)])) == [
-        f"the config.json of {path} does not describe a decoder with attention heads and layers: give another model"
+        (
+            f"the config.json of {path} does not describe a decoder with attention heads and layers: "
+            "give another model"
+        )
     ]
 
 
 def test_a_model_that_is_not_here_yet_is_no_fault_but_noted(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(parse(["--check", "--model-path", "nobody/no-such-model"])) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert "note: the model is not on this machine yet, so head counts, modality and memory were not checked" in printed
+    assert (
+        "note: the model is not on this machine yet, so head counts, modality and memory were not checked"
+        in printed
+    )
     assert "  unknown: the model's config.json is not on this machine" in printed
 
 
@@ -274,11 +363,13 @@ def test_an_architecture_that_the_record_does_not_list_is_noted_not_refused(
 ) -> None:
     path = model("qwen3-vl-8b-instruct")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "architectures": ["NewVLForConditionalGeneration"]}))
+    (path / "config.json").write_text(
+        json.dumps({**config, "architectures": ["NewVLForConditionalGeneration"]})
+    )
     assert run(parse(["--check", "--model-path", str(path), *MULTIMODAL])) == 0
     assert (
-        "note: the record of TensorRT-LLM does not list NewVLForConditionalGeneration, so what it can do with "
-        "images was not checked"
+        "note: the record of TensorRT-LLM does not list NewVLForConditionalGeneration, "
+        "so what it can do with images was not checked"
     ) in capsys.readouterr().out
 
 
@@ -292,27 +383,39 @@ KV_OVER_NIXL = [*PREFILL, *NIXL]
             KV_OVER_NIXL,
             "linux",
             "aarch64",
-            "cache_transceiver_config.backend NIXL (--trtllm.cache_transceiver_config.backend) moves KV caches by NIXL, which "
-            "TensorRT-LLM supports on x86_64 only and this is aarch64: set it to UCX on prefill and decode",
+            (
+                "cache_transceiver_config.backend NIXL (--trtllm.cache_transceiver_config.backend) moves "
+                "KV caches by NIXL, which TensorRT-LLM supports on x86_64 only and this is aarch64: set "
+                "it to UCX on prefill and decode"
+            ),
         ),
         (
             [*PREFILL, "--trtllm.cache_transceiver_config.backend", "DEFAULT"],
             "linux",
             "aarch64",
-            "cache_transceiver_config.backend DEFAULT (--trtllm.cache_transceiver_config.backend) moves KV caches by NIXL, which "
-            "TensorRT-LLM supports on x86_64 only and this is aarch64: set it to UCX on prefill and decode",
+            (
+                "cache_transceiver_config.backend DEFAULT (--trtllm.cache_transceiver_config.backend) "
+                "moves KV caches by NIXL, which TensorRT-LLM supports on x86_64 only and this is aarch64: "
+                "set it to UCX on prefill and decode"
+            ),
         ),
         (
             [*PREFILL, *PORTABLE],
             "darwin",
             "arm64",
-            "a prefill worker moves KV caches by NIXL, which runs on Linux on x86_64 or aarch64, not on darwin on arm64",
+            (
+                "a prefill worker moves KV caches by NIXL, which runs on Linux "
+                "on x86_64 or aarch64, not on darwin on arm64"
+            ),
         ),
         (
             [*PORTABLE, *ENCODER, *MULTIMODAL],
             "linux",
             "riscv64",
-            "an aggregated worker moves embeddings by NIXL, which runs on Linux on x86_64 or aarch64, not on linux on riscv64",
+            (
+                "an aggregated worker moves embeddings by NIXL, which runs on Linux "
+                "on x86_64 or aarch64, not on linux on riscv64"
+            ),
         ),
         ([*PREFILL, "--trtllm.cache_transceiver_config.backend", "UCX"], "linux", "aarch64", None),
         ([*PREFILL, *PORTABLE], "linux", "aarch64", None),
@@ -350,8 +453,15 @@ def test_missing_nixl_is_refused_where_something_moves_by_it(
     assert find_faults(parse_args(["--model-path", path, "--engine", "double"])) == []
 
 
-def test_an_installed_release_decides_which_engine_arguments_there_are(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["--model-path", str(model("qwen3-0.6b")), "--trtllm.multimodal_config.encoder_cache_max_bytes", "0"]
+def test_an_installed_release_decides_which_engine_arguments_there_are(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [
+        "--model-path",
+        str(model("qwen3-0.6b")),
+        "--trtllm.multimodal_config.encoder_cache_max_bytes",
+        "0",
+    ]
     assert find_faults(parse_args(command)) == []
     monkeypatch.setattr(metadata, "version", lambda name: "1.2.1")
     assert find_faults(parse_args(command)) == [
@@ -365,13 +475,20 @@ def test_an_installed_release_decides_which_engine_arguments_there_are(model: Mo
 def test_a_model_that_cannot_be_split_over_prefill_and_decode_is_refused(model: Model) -> None:
     path = model("gemma-3-12b-it")
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "architectures": ["Gemma4ForConditionalGeneration"]}))
+    (path / "config.json").write_text(
+        json.dumps({**config, "architectures": ["Gemma4ForConditionalGeneration"]})
+    )
     assert find_faults(parse_args(["--model-path", str(path), *PREFILL, *NIXL])) == [
-        "TensorRT-LLM does not split Gemma4ForConditionalGeneration over prefill and decode workers: serve it aggregated"
+        (
+            "TensorRT-LLM does not split Gemma4ForConditionalGeneration over prefill and decode workers: "
+            "serve it aggregated"
+        )
     ]
 
 
-def test_weights_that_do_not_fit_a_named_gpu_are_refused(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_do_not_fit_a_named_gpu_are_refused(
+    model: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(model("llama-4-maverick-17b-128e-instruct"))
     command = ["--check", "--model-path", path, "--tensor-parallel-size", "8", "--gpu-memory-gb"]
     assert run(parse([*command, "80"])) == 1

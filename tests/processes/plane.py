@@ -1,6 +1,8 @@
-"""Requests straight to a worker's endpoint, past the frontend and all that it checks, from a process of their own.
+"""Requests straight to a worker's endpoint, past the frontend and all
+that it checks, from a process of their own.
 
-As a program: reads one JSON list of requests from standard input and asks all of them at once; writes a list of outcomes.
+As a program: reads one JSON list of requests from standard input and asks all of them at once;
+writes a list of outcomes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Outcome(NamedTuple):
     token_ids: tuple[int, ...]
 
 
-def ask_endpoint(cluster: Cluster, endpoint: str, requests: Sequence[Any], timeout_s: float = 60.0) -> list[Outcome]:
+def ask_endpoint(
+    cluster: Cluster, endpoint: str, requests: Sequence[Any], timeout_s: float = 60.0
+) -> list[Outcome]:
     """The outcomes of `requests`, in order, sent side by side to the one instance of `endpoint`."""
     environment = {**cluster._environment(None), "DYN_LOG": "error", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, endpoint]
@@ -33,7 +37,9 @@ def ask_endpoint(cluster: Cluster, endpoint: str, requests: Sequence[Any], timeo
         command, input=text, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return [Outcome(status, words, tuple(ids)) for status, words, ids in json.loads(done.stdout.splitlines()[-1])]
+    return [
+        Outcome(status, words, tuple(ids)) for status, words, ids in json.loads(done.stdout.splitlines()[-1])
+    ]
 
 
 async def _ask(client: Any, request: Any) -> tuple[str, str, list[int]]:

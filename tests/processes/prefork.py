@@ -1,9 +1,10 @@
-"""Workers for process tests without the eight seconds of CPU that importing torch and Transformers takes each of them.
+"""Workers for process tests without the eight seconds of CPU
+that importing torch and Transformers takes each of them.
 
-One process imports what every worker imports and then forks a worker for each request: a process of its own, with its own
-environment, log and session, that runs a module or a script from there on, as `python` would. What reads the environment or
-starts threads when it is imported, as Dynamo's runtime does, is left to the worker. The launch, packaging and Slurm tests
-start workers the long way.
+One process imports what every worker imports and then forks a worker for each request: a process of its own,
+with its own environment, log and session, that runs a module or a script from there on, as `python` would.
+What reads the environment or starts threads when it is imported, as Dynamo's runtime does, is left to the
+worker. The launch, packaging and Slurm tests start workers the long way.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Prefork:
         threading.Thread(target=self._listen, name="prefork", daemon=True).start()
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Forked:
-        """`python` with these words (`-m` and a module, or a script, then arguments) and exactly this environment.
+        """`python` with these words (`-m` and a module, or a script,
+        then arguments) and exactly this environment.
 
         Its output goes to `log`. Folders of its `PYTHONPATH` come first, but what is imported already stays.
         """
@@ -107,7 +109,9 @@ def run_python(*words: str, timeout_s: float = START_DEADLINE_S) -> None:
     with tempfile.TemporaryDirectory(prefix="prefork-") as folder:
         log = Path(folder, "log")
         status = prefork().start(words, os.environ, log).wait(timeout_s)
-        assert status == 0, f"{' '.join(words)} ended with {status}:\n{log.read_text(errors='replace')[-4000:]}"
+        assert status == 0, (
+            f"{' '.join(words)} ended with {status}:\n{log.read_text(errors='replace')[-4000:]}"
+        )
 
 
 def _import_all() -> None:

@@ -1,4 +1,5 @@
-"""What README and --help say of clients' requests, asked of Dynamo's real frontend in front of the portable engine."""
+"""What README and --help say of clients' requests,
+asked of Dynamo's real frontend in front of the portable engine."""
 
 from __future__ import annotations
 
@@ -56,10 +57,20 @@ def lenient(cluster: Cluster) -> Cluster:
     """The same deployment by a second frontend, which lets unknown fields pass and has no Anthropic API."""
     other = copy.copy(cluster)
     other.port = free_port()
-    command = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(other.port)]
+    command = [
+        sys.executable,
+        "-m",
+        "dynamo.frontend",
+        "--http-host",
+        "127.0.0.1",
+        "--http-port",
+        str(other.port),
+    ]
     variables = {"DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS": "true", "DYN_ENABLE_ANTHROPIC_API": "false"}
     cluster.start("lenient", command, variables)
-    wait_until(lambda: '"demo"' in (find_http(f"{other.url}/v1/models") or ""), "listing by the second frontend")
+    wait_until(
+        lambda: '"demo"' in (find_http(f"{other.url}/v1/models") or ""), "listing by the second frontend"
+    )
     return other
 
 
@@ -81,18 +92,27 @@ def test_a_worker_says_in_its_log_which_flag_it_ignores(cluster: Cluster) -> Non
 def test_a_picture_is_described_through_each_api(cluster: Cluster) -> None:
     assert describe(cluster).text == PICTURE.caption
     asked = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": ADDRESS}]
-    answer = cluster.post("/v1/responses", {"model": "demo", "input": [{"role": "user", "content": asked}], "temperature": 0})
+    answer = cluster.post(
+        "/v1/responses", {"model": "demo", "input": [{"role": "user", "content": asked}], "temperature": 0}
+    )
     assert answer.status == 200
     assert answer.body["output"][0]["content"][0]["text"] == PICTURE.caption
-    messages = cluster.post("/v1/messages", anthropic({"type": "base64", "media_type": "image/png", "data": ENCODED}))
+    messages = cluster.post(
+        "/v1/messages", anthropic({"type": "base64", "media_type": "image/png", "data": ENCODED})
+    )
     assert messages.status == 200
     assert messages.body["content"][0]["text"] == PICTURE.caption
 
 
-def test_the_anthropic_api_is_there_only_when_asked_for_and_takes_no_addresses(cluster: Cluster, lenient: Cluster) -> None:
+def test_the_anthropic_api_is_there_only_when_asked_for_and_takes_no_addresses(
+    cluster: Cluster, lenient: Cluster
+) -> None:
     body = anthropic({"type": "base64", "media_type": "image/png", "data": ENCODED})
     assert lenient.post("/v1/messages", body).status == 404
-    assert cluster.post("/v1/messages", anthropic({"type": "url", "url": "http://127.0.0.1:1/x.png"})).status == 400
+    assert (
+        cluster.post("/v1/messages", anthropic({"type": "url", "url": "http://127.0.0.1:1/x.png"})).status
+        == 400
+    )
 
 
 @pytest.mark.parametrize("field", UNKNOWN)
@@ -130,7 +150,10 @@ def test_echo_is_refused_in_those_words(options: dict[str, Any], cluster: Cluste
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": CAPTIONED}}}, AS_JSON),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": CAPTIONED}}},
+            AS_JSON,
+        ),
         ({"response_format": {"type": "json_object"}}, "{}"),
         ({"response_format": {"type": "text"}}, PICTURE.caption),
         ({"guided_choice": CAPTIONS}, PICTURE.caption),
@@ -166,8 +189,22 @@ def test_readme_and_help_name_each_of_these(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         parse(["--help"])
     told = " ".join(capsys.readouterr().out.split())
-    names = ["/v1/messages", "DYN_ENABLE_ANTHROPIC_API=true", "/v1/responses", "verbosity", "safety_identifier", "tools: []"]
-    names += ["stop: []", "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=true", "logit_bias", "suffix", "echo", "response_format"]
+    names = [
+        "/v1/messages",
+        "DYN_ENABLE_ANTHROPIC_API=true",
+        "/v1/responses",
+        "verbosity",
+        "safety_identifier",
+        "tools: []",
+    ]
+    names += [
+        "stop: []",
+        "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=true",
+        "logit_bias",
+        "suffix",
+        "echo",
+        "response_format",
+    ]
     for name in names:
         assert name in README, name
         assert name in told, name

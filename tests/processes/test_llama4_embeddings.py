@@ -1,4 +1,5 @@
-"""Llama 4's embedding files, from the disk to the engine: one worker, prefill and decode, and with an encode worker."""
+"""Llama 4's embedding files, from the disk to the engine:
+one worker, prefill and decode, and with an encode worker."""
 
 from __future__ import annotations
 
@@ -91,12 +92,15 @@ def test_a_dictionary_of_rows_and_special_tokens_reaches_the_engine(
             [question, image(1)],
         ]
         here = [told(cluster.chat(content, max_tokens=12)) for content in asked]
-        refused = [cluster.chat([question, file(files, name)], max_tokens=4) for name in ("bare.pt", "far.pt")]
+        refused = [
+            cluster.chat([question, file(files, name)], max_tokens=4) for name in ("bare.pt", "far.pt")
+        ]
         mixed = cluster.chat([image(1), question, file(files, "named.pt")], max_tokens=4)
     assert here == answers.setdefault("all", here)
     assert here[0] == here[1] != here[2]
     text_alone = here[0][2] - (ROWS + len(SPECIAL["image_special_tokens"]))
-    assert here[3][2] - here[0][2] == here[0][2] - text_alone + 2  # one more image, between its own two tokens
+    # one more image, between its own two tokens
+    assert here[3][2] - here[0][2] == here[0][2] - text_alone + 2
     assert [each.status for each in (*refused, mixed)] == [400, 400, 400]
     assert "image 1: embeddings for this model need the keys image_special_tokens" in refused[0].message
     assert "image 1: image_special_token_offsets must be different places from 0 to 6" in refused[1].message

@@ -1,4 +1,5 @@
-"""The same requests in every topology: tokens, finish reasons, log probabilities and usage must not differ."""
+"""The same requests in every topology: tokens, finish reasons,
+log probabilities and usage must not differ."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def picture(url: str) -> dict[str, Any]:
 
 
 def user(*content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content[0] if len(content) == 1 and isinstance(content[0], str) else list(content)}
+    return {
+        "role": "user",
+        "content": content[0] if len(content) == 1 and isinstance(content[0], str) else list(content),
+    }
 
 
 def video(server: PictureServer, seed: int) -> dict[str, Any]:
@@ -57,7 +61,8 @@ def clip_file(seed: int) -> bytes:
 
 
 def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
-    """Some fifty requests that differ in everything that could be lost on the way from one worker to the next."""
+    """Some fifty requests that differ in everything that could be lost
+    on the way from one worker to the next."""
 
     def url(seed: int) -> dict[str, Any]:
         return picture(server.picture_url(seed))
@@ -66,36 +71,75 @@ def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
         return {"messages": [user(*content)], "max_tokens": 32, **options}
 
     file = picture(embeddings)
-    turns = [user(url(40), text(QUESTION)), {"role": "assistant", "content": "a shape."}, user(text("and this one?"), url(41))]
-    later = [user(url(42), text(QUESTION)), {"role": "assistant", "content": "a shape."}, user("what colour is the background?")]
+    turns = [
+        user(url(40), text(QUESTION)),
+        {"role": "assistant", "content": "a shape."},
+        user(text("and this one?"), url(41)),
+    ]
+    later = [
+        user(url(42), text(QUESTION)),
+        {"role": "assistant", "content": "a shape."},
+        user("what colour is the background?"),
+    ]
     system = [{"role": "system", "content": "answer briefly"}, user(text(QUESTION), url(43))]
     sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
     made = [ask(text(QUESTION), url(seed)) for seed in range(12)]
-    made += [ask(url(seed), text("describe the pictures in order"), url(seed + 1)) for seed in range(12, 18, 2)]
-    made += [ask(url(seed), url(seed + 1), url(seed + 2), text("describe the pictures in order")) for seed in range(20, 29, 3)]
+    made += [
+        ask(url(seed), text("describe the pictures in order"), url(seed + 1)) for seed in range(12, 18, 2)
+    ]
+    made += [
+        ask(url(seed), url(seed + 1), url(seed + 2), text("describe the pictures in order"))
+        for seed in range(20, 29, 3)
+    ]
     made += [ask(text("first"), url(30), text("second"), url(31), text("what do you see?"))]
     made += [ask(url(32)), ask(url(33), url(33), text("are they the same?"))]
     made += [ask(words) for words in ("hello", "what can you do?", "tell me about shapes", "a red circle")]
     made += [ask(text(QUESTION), file), ask(url(34), file, text(QUESTION)), ask(file, file, text(QUESTION))]
     made += [{"messages": each, "max_tokens": 32} for each in (turns, later, system)]
     made += [ask(text(QUESTION), url(44 + seed), seed=seed, **sampled) for seed in range(3)]
-    made += [ask("hello", seed=9, temperature=1.3, frequency_penalty=0.5, presence_penalty=0.4, repetition_penalty=1.2)]
+    made += [
+        ask(
+            "hello",
+            seed=9,
+            temperature=1.3,
+            frequency_penalty=0.5,
+            presence_penalty=0.4,
+            repetition_penalty=1.2,
+        )
+    ]
     made += [ask(text(QUESTION), url(47), seed=5, temperature=1.1, min_p=0.02, top_k=20)]
-    made += [ask(text(QUESTION), url(48), logprobs=True, top_logprobs=5), ask("hello", logprobs=True, top_logprobs=0)]
+    made += [
+        ask(text(QUESTION), url(48), logprobs=True, top_logprobs=5),
+        ask("hello", logprobs=True, top_logprobs=0),
+    ]
     made += [ask(text(QUESTION), url(49), logprobs=True, top_logprobs=2, seed=3, **sampled)]
-    made += [ask(text(QUESTION), url(50), max_tokens=1), ask("hello", max_tokens=1, logprobs=True, top_logprobs=1)]
+    made += [
+        ask(text(QUESTION), url(50), max_tokens=1),
+        ask("hello", max_tokens=1, logprobs=True, top_logprobs=1),
+    ]
     made += [ask(text(QUESTION), url(51), stop=["on"]), ask(text(QUESTION), url(52), min_tokens=20)]
-    made += [ask(text(QUESTION), url(53), max_tokens=200, ignore_eos=True), ask("hello", max_tokens=300, ignore_eos=True)]
+    made += [
+        ask(text(QUESTION), url(53), max_tokens=200, ignore_eos=True),
+        ask("hello", max_tokens=300, ignore_eos=True),
+    ]
     made += [ask(text("what shape is it?"), url(54)), ask(text("what colour is the shape?"), url(55))]
     captions = [draw(seed).caption for seed in range(58, 62)]
     seen = {"properties": {"seen": {"enum": captions}}, "required": ["seen"]}
     schema = {"type": "object", "additionalProperties": False, **seen}
-    made += [ask(text(QUESTION), url(58), guided_json=schema), ask(text(QUESTION), url(59), guided_choice=captions)]
+    made += [
+        ask(text(QUESTION), url(58), guided_json=schema),
+        ask(text(QUESTION), url(59), guided_choice=captions),
+    ]
     made += [ask(text(QUESTION), url(60), guided_regex="I see [a-z ]{5,40}[.]", seed=1, **sampled)]
     made += [ask(video(server, seed), text("what happens?")) for seed in CLIPS]
-    made += [ask(url(61), video(server, 1), text("describe them in order"), mm_processor_kwargs={"num_frames": 4})]
+    made += [
+        ask(url(61), video(server, 1), text("describe them in order"), mm_processor_kwargs={"num_frames": 4})
+    ]
     made += [ask(text("what is the background?"), url(56), repetition_penalty=1.1)]
-    made += [ask(text(QUESTION), url(63), mm_processor_kwargs=each) for each in ({"max_pixels": 3136}, {"min_pixels": 78400})]
+    made += [
+        ask(text(QUESTION), url(63), mm_processor_kwargs=each)
+        for each in ({"max_pixels": 3136}, {"min_pixels": 78400})
+    ]
     made += [ask(text(QUESTION), url(57), stop_token_ids="first"), ask("hello", stop_token_ids="first")]
     return made
 
@@ -115,7 +159,10 @@ def outcome(answer: Answer) -> Outcome:
     assert answer.status == 200, answer.body
     if answer.events:
         positions = [
-            p for e in answer.events for c in e.get("choices", ()) for p in ((c.get("logprobs") or {}).get("content") or ())
+            p
+            for e in answer.events
+            for c in e.get("choices", ())
+            for p in ((c.get("logprobs") or {}).get("content") or ())
         ]
         words = answer.text
     else:
@@ -124,12 +171,20 @@ def outcome(answer: Answer) -> Outcome:
         words = choice["message"]["content"] or ""
     logprobs = tuple((p["token_id"], p["logprob"]) for p in positions)
     usage = answer.usage
-    return Outcome(answer.status, words, answer.finish_reason, (usage["prompt_tokens"], usage["completion_tokens"]), logprobs)
+    return Outcome(
+        answer.status,
+        words,
+        answer.finish_reason,
+        (usage["prompt_tokens"], usage["completion_tokens"]),
+        logprobs,
+    )
 
 
 def first_token(cluster: Cluster, body: dict[str, Any]) -> int:
     """The id of the token that the request begins with."""
-    answer = cluster.chat(None, **{**body, "stop_token_ids": None, "logprobs": True, "top_logprobs": 0, "max_tokens": 2})
+    answer = cluster.chat(
+        None, **{**body, "stop_token_ids": None, "logprobs": True, "top_logprobs": 0, "max_tokens": 2}
+    )
     return int(answer.body["choices"][0]["logprobs"]["content"][0]["token_id"])
 
 
@@ -149,7 +204,8 @@ def run(cluster: Cluster, asked: list[dict[str, Any]]) -> list[tuple[Outcome, Ou
 
 
 def check_stop_strings(cluster: Cluster, deployment: Deployment, content: list[Any]) -> None:
-    """An answer that ends at a stop string is complete: its usage, wherever it is said, its count, and a log without a word."""
+    """An answer that ends at a stop string is complete:
+    its usage, wherever it is said, its count, and a log without a word."""
     worker = deployment.workers[deployment.roles[-1]][0]
     before, log = worker.metrics(), worker.text()
     running = {"include_usage": True, "continuous_usage_stats": True}
@@ -164,14 +220,25 @@ def check_stop_strings(cluster: Cluster, deployment: Deployment, content: list[A
     assert streamed.usage == stopped.usage
     said = [event["usage"] for event in streamed.events if event.get("usage")]
     assert [usage["prompt_tokens"] for usage in said] == [whole.usage["prompt_tokens"]] * len(said)
-    assert [usage["completion_tokens"] for usage in said] == [*range(1, len(said)), stopped.usage["completion_tokens"]]
+    assert [usage["completion_tokens"] for usage in said] == [
+        *range(1, len(said)),
+        stopped.usage["completion_tokens"],
+    ]
     messages = cluster.post("/v1/messages", anthropic(word))
     assert (messages.body["stop_reason"], messages.body["stop_sequence"]) == ("stop_sequence", word)
     assert messages.body["usage"]["input_tokens"] == whole.usage["prompt_tokens"]
-    deltas = [e["usage"] for e in cluster.post("/v1/messages", {**anthropic(word), "stream": True}).events if e.get("usage")]
+    deltas = [
+        e["usage"]
+        for e in cluster.post("/v1/messages", {**anthropic(word), "stream": True}).events
+        if e.get("usage")
+    ]
     assert {usage["input_tokens"] for usage in deltas} == {whole.usage["prompt_tokens"]}
     after = worker.metrics()
-    ended = {key: after[key] - before.get(key, 0) for key in after if "requests_total:" in key and after[key] != before.get(key)}
+    ended = {
+        key: after[key] - before.get(key, 0)
+        for key in after
+        if "requests_total:" in key and after[key] != before.get(key)
+    }
     assert ended == {"dynamo_trtllm_requests_total:completed": 5}
     new = worker.text()[len(log) :]
     assert not [word for word in ("Traceback", "cancel", "WARN", "ERROR") if word in new], new
@@ -189,7 +256,9 @@ def check_uuids(cluster: Cluster, server: PictureServer) -> None:
         sent = ask(picture(server.picture_url(seed)), **tenant)
         again = ask(alone, **tenant, stream=True, stream_options={"include_usage": True})
         assert (again.text, again.usage) == (sent.text, sent.usage)
-        assert sent.text == cluster.chat([picture(server.picture_url(seed)), text(QUESTION)], max_tokens=32).text
+        assert (
+            sent.text == cluster.chat([picture(server.picture_url(seed)), text(QUESTION)], max_tokens=32).text
+        )
         assert sent.usage["prompt_tokens"] > 20
     assert server.hits == {"/picture/95.png": 2, "/picture/96.png": 2}
     smaller = {**tenant, "mm_processor_kwargs": {"max_pixels": 3136}}
@@ -211,7 +280,8 @@ def choices_of(answer: Answer) -> list[tuple[str, str]]:
 
 
 def check_clips(cluster: Cluster, server: PictureServer, deployment: Deployment) -> None:
-    """A clip is fetched once, and opened by encode workers where there are some; one that is none is named."""
+    """A clip is fetched once, and opened by encode workers where there are some;
+    one that is none is named."""
     server.hits.clear()
     asked = cluster.chat([video(server, 9), text("what happens?")], max_tokens=24)
     assert (asked.status, server.hits) == (200, {"/clip/9.mp4": 1})
@@ -229,7 +299,8 @@ def check_clips(cluster: Cluster, server: PictureServer, deployment: Deployment)
 
 
 def check_choices(cluster: Cluster, server: PictureServer) -> None:
-    """With n, choice i is the answer to the request with `seed + i`; the image is fetched once, and one token is no answer."""
+    """With n, choice i is the answer to the request with `seed + i`;
+    the image is fetched once, and one token is no answer."""
     content = [picture(server.picture_url(95)), text(QUESTION)]
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.6, "stop": ["on"]}
     singles = [choices_of(cluster.chat(content, seed=70 + index, **options))[0] for index in range(4)]
@@ -238,9 +309,14 @@ def check_choices(cluster: Cluster, server: PictureServer) -> None:
     together = cluster.chat(content, seed=70, n=4, **options)
     assert choices_of(together) == singles
     assert sum(server.hits.values()) == 1
-    streamed = cluster.chat(content, seed=70, n=4, stream=True, stream_options={"include_usage": True}, **options)
+    streamed = cluster.chat(
+        content, seed=70, n=4, stream=True, stream_options={"include_usage": True}, **options
+    )
     assert choices_of(streamed) == singles
-    assert streamed.usage == {**together.usage, "prompt_tokens_details": streamed.usage.get("prompt_tokens_details")}
+    assert streamed.usage == {
+        **together.usage,
+        "prompt_tokens_details": streamed.usage.get("prompt_tokens_details"),
+    }
     short = cluster.chat(content, seed=70, n=3, max_tokens=1, temperature=1.6)
     assert [end for _, end in choices_of(short)] == ["length"] * 3
 
@@ -268,13 +344,21 @@ def check_metrics(deployment: Deployment) -> None:
     apart = "encode" in deployment.roles
     for role, workers in deployment.workers.items():
         declared = {metric.name for metric in METRICS if Role(role) in metric.roles}
-        absent = ONLY_TENSORRT_LLM | (DECODING if apart and role != "encode" else set() if apart else ASKING_ENCODERS)
+        absent = ONLY_TENSORRT_LLM | (
+            DECODING if apart and role != "encode" else set() if apart else ASKING_ENCODERS
+        )
         if role == "agg" and not apart:
             absent |= {name for name in declared if name.startswith("dynamo_trtllm_transfer_")}
-        expected = STAGES_OF[role] | ((REMOTE_STAGES if apart else LOCAL_STAGES) if role in ("agg", "prefill") else set())
+        expected = STAGES_OF[role] | (
+            (REMOTE_STAGES if apart else LOCAL_STAGES) if role in ("agg", "prefill") else set()
+        )
         for worker in workers:
             families = worker.families()
-            shown = {name for name in (metric.name for metric in METRICS) if name.removesuffix("_total") in families}
+            shown = {
+                name
+                for name in (metric.name for metric in METRICS)
+                if name.removesuffix("_total") in families
+            }
             assert shown == declared - absent, (deployment.name, role)
             samples = families[STAGE_DURATION.name].samples
             assert {s.labels["role"] for s in samples} == {role}
@@ -287,7 +371,12 @@ def anthropic(stop: str) -> dict[str, Any]:
     data = base64.b64encode(png(draw(EMBEDDED_SEED))).decode()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     content = [image, {"type": "text", "text": QUESTION}]
-    return {"model": "demo", "max_tokens": 32, "stop_sequences": [stop], "messages": [{"role": "user", "content": content}]}
+    return {
+        "model": "demo",
+        "max_tokens": 32,
+        "stop_sequences": [stop],
+        "messages": [{"role": "user", "content": content}],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +398,11 @@ def embeddings(directory: Path) -> str:
 def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, Outcome]]]:
     """The outcomes of all requests by topology; also checks who fetched what."""
     found: dict[str, list[tuple[Outcome, Outcome]]] = {}
-    env = {"DYN_MM_ALLOW_INTERNAL": "1", "DYN_ENABLE_ANTHROPIC_API": "true", "ALLOWED_LOCAL_MEDIA_PATH": str(directory)}
+    env = {
+        "DYN_MM_ALLOW_INTERNAL": "1",
+        "DYN_ENABLE_ANTHROPIC_API": "true",
+        "ALLOWED_LOCAL_MEDIA_PATH": str(directory),
+    }
     for name in TOPOLOGIES:
         with picture_server() as server, Cluster(env=env) as cluster:
             deployment = deploy(name, cluster)
@@ -320,11 +413,15 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
             same = cluster.chat([*pictures, text(QUESTION)], max_tokens=4)
             assert same.status == 200
             assert server.hits == {"/picture/90.png": 1, "/picture/91.png": 1}, name
-            pictured = cluster.chat([picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32)
+            pictured = cluster.chat(
+                [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32
+            )
             embedded = cluster.chat([picture(embeddings), text(QUESTION)], max_tokens=32)
             assert embedded.text == pictured.text
             check_uuids(cluster, server)
-            check_stop_strings(cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)])
+            check_stop_strings(
+                cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)]
+            )
             check_choices(cluster, server)
             check_clips(cluster, server, deployment)
             check_metrics(deployment)
@@ -344,11 +441,14 @@ def test_every_topology_gives_what_the_aggregated_worker_gives(
         for one, other in zip(ours, reference, strict=True):
             assert (one.text, one.finish, one.usage) == (other.text, other.finish, other.usage), number
             assert [i for i, _ in one.logprobs] == [i for i, _ in other.logprobs], number
-            assert [p for _, p in one.logprobs] == pytest.approx([p for _, p in other.logprobs], abs=1e-4), number
+            expected = pytest.approx([p for _, p in other.logprobs], abs=1e-4)
+            assert [p for _, p in one.logprobs] == expected, number
 
 
 @pytest.mark.parametrize("name", list(TOPOLOGIES))
-def test_streamed_answers_are_the_unary_ones(answers: dict[str, list[tuple[Outcome, Outcome]]], name: str) -> None:
+def test_streamed_answers_are_the_unary_ones(
+    answers: dict[str, list[tuple[Outcome, Outcome]]], name: str
+) -> None:
     for unary, streamed in answers[name]:
         assert (streamed.text, streamed.finish, streamed.usage) == (unary.text, unary.finish, unary.usage)
 
@@ -360,7 +460,9 @@ def test_guided_answers_are_about_the_pictures(answers: dict[str, list[tuple[Out
 
 
 def test_answers_about_clips_say_what_moves(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
-    assert {draw_clip(seed, (112, 84)).caption for seed in CLIPS} <= {unary.text for unary, _ in answers["agg"]}
+    assert {draw_clip(seed, (112, 84)).caption for seed in CLIPS} <= {
+        unary.text for unary, _ in answers["agg"]
+    }
 
 
 def test_the_answers_are_about_the_pictures(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:

@@ -1,4 +1,5 @@
-"""An aggregated worker with the portable engine and the demo model behind the real frontend, asked about pictures."""
+"""An aggregated worker with the portable engine and the demo model behind the real frontend,
+asked about pictures."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_the_guides_request_is_answered_with_the_caption_and_counts_image_tokens
     assert answer.usage["prompt_tokens"] - words.usage["prompt_tokens"] >= (width // 28) * (height // 28)
 
 
-def test_the_streamed_answer_is_the_same_and_ends_with_usage(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+def test_the_streamed_answer_is_the_same_and_ends_with_usage(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
     unary = ask(cluster, server.picture_url(2))
     streamed = ask(cluster, server.picture_url(2), stream=True, stream_options={"include_usage": True})
     assert streamed.text == unary.text == draw(2).caption
@@ -99,7 +102,9 @@ def test_the_same_picture_by_url_data_url_and_file_gets_the_same_answer(
     data = png(draw(5))
     (directory / "five.png").write_bytes(data)
     inline = "data:image/png;base64," + base64.b64encode(data).decode()
-    texts = [ask(cluster, url).text for url in (server.picture_url(5), inline, (directory / "five.png").as_uri())]
+    texts = [
+        ask(cluster, url).text for url in (server.picture_url(5), inline, (directory / "five.png").as_uri())
+    ]
     assert texts == [draw(5).caption] * 3
 
 
@@ -119,7 +124,9 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 def with_a_megabyte_of_text(data: bytes) -> bytes:
     body = b"zTXtworkflow\0\0" + zlib.compress(b"x" * 1_100_000)
-    return data[:33] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + data[33:]
+    return (
+        data[:33] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + data[33:]
+    )
 
 
 def test_files_of_other_kinds_get_the_caption_of_their_picture(
@@ -151,10 +158,15 @@ def test_a_jpeg_of_thousands_of_passes_is_refused_while_others_are_answered(
         refused = [attack.result() for attack in attacks]
     assert [answer.text for answer in answers] == [draw(1).caption, draw(2).caption]
     assert {answer.status for answer in refused} == {400}
-    assert {"image 1: the JPEG goes over its pixels more often than this worker does" in a.message for a in refused} == {True}
+    assert {
+        "image 1: the JPEG goes over its pixels more often than this worker does" in a.message
+        for a in refused
+    } == {True}
 
 
-def test_pictures_keep_the_order_in_which_they_were_sent(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+def test_pictures_keep_the_order_in_which_they_were_sent(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
     first, second = server.picture_url(6), server.picture_url(7)
     forward = ask(cluster, first, second, question="Describe the pictures in order.")
     backward = ask(cluster, second, first, question="Describe the pictures in order.")
@@ -162,7 +174,9 @@ def test_pictures_keep_the_order_in_which_they_were_sent(cluster: Cluster, worke
     assert forward.text != backward.text
 
 
-def test_a_picture_of_an_earlier_turn_is_seen(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+def test_a_picture_of_an_earlier_turn_is_seen(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
     messages = [
         {"role": "user", "content": [picture(server.picture_url(8)), {"type": "text", "text": QUESTION}]},
         {"role": "assistant", "content": draw(8).caption},
@@ -244,14 +258,21 @@ def test_a_prompt_too_long_with_its_pictures_is_refused_with_both_counts_before_
         ({"type": "audio_url", "audio_url": {"url": "https://example.com/x.mp3"}}, "audio"),
     ],
 )
-def test_audio_is_refused_in_words(cluster: Cluster, worker: Managed, part: dict[str, Any], words: str) -> None:
+def test_audio_is_refused_in_words(
+    cluster: Cluster, worker: Managed, part: dict[str, Any], words: str
+) -> None:
     answer = cluster.chat([{"type": "text", "text": "hi"}, part], max_tokens=4)
     assert (answer.status, words in answer.message) == (400, True)
 
 
-def test_only_the_allowed_hosts_are_fetched_from(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+def test_only_the_allowed_hosts_are_fetched_from(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
     answer = ask(cluster, server.picture_url(1).replace("127.0.0.1", "localhost"))
-    assert (answer.status, answer.message) == (400, "image 1: its url is on a host that this worker does not fetch from")
+    assert (answer.status, answer.message) == (
+        400,
+        "image 1: its url is on a host that this worker does not fetch from",
+    )
 
 
 def test_detail_changes_nothing_and_options_of_the_processor_do(
@@ -264,17 +285,22 @@ def test_detail_changes_nothing_and_options_of_the_processor_do(
     plain = asked(None)
     for detail in ("low", "high", "auto"):
         assert (asked(detail).text, asked(detail).usage) == (plain.text, plain.usage)
-    few = asked(None, mm_processor_kwargs={"max_pixels": 4 * 784})  # 186 x 116 pixels: 7 x 4 rows of features, or 2 x 1
+    # 186 x 116 pixels: 7 x 4 rows of features, or 2 x 1
+    few = asked(None, mm_processor_kwargs={"max_pixels": 4 * 784})
     assert (few.status, few.usage["prompt_tokens"] - plain.usage["prompt_tokens"]) == (200, 2 - 28)
     refused = asked(None, mm_processor_kwargs={"max_pixel": 784})
     assert (refused.status, refused.message) == (
         400,
-        "mm_processor_kwargs: max_pixel is not known; this model knows fps, max_frames, max_pixels, min_frames, "
-        "min_pixels, num_frames and size",
+        (
+            "mm_processor_kwargs: max_pixel is not known; this model knows fps, max_frames, "
+            "max_pixels, min_frames, min_pixels, num_frames and size"
+        ),
     )
 
 
-def test_sound_beside_a_picture_is_refused_by_name_and_place(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+def test_sound_beside_a_picture_is_refused_by_name_and_place(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
     content = [{"type": "text", "text": QUESTION}, picture(server.picture_url(1)), sound]
     answer = cluster.chat(content, max_tokens=4)
@@ -282,10 +308,15 @@ def test_sound_beside_a_picture_is_refused_by_name_and_place(cluster: Cluster, w
     assert (answer.status, answer.message) == (400, words)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "audio": {"id": "audio_1"}}]
     spoken = cluster.chat(None, messages=[*turns, {"role": "user", "content": content[:2]}], max_tokens=4)
-    assert (spoken.status, spoken.message.partition(";")[0]) == (400, "message 2: an answer's audio is not supported")
+    assert (spoken.status, spoken.message.partition(";")[0]) == (
+        400,
+        "message 2: an answer's audio is not supported",
+    )
 
 
-def test_a_literal_placeholder_in_the_text_is_refused(cluster: Cluster, worker: Managed, server: PictureServer) -> None:
+def test_a_literal_placeholder_in_the_text_is_refused(
+    cluster: Cluster, worker: Managed, server: PictureServer
+) -> None:
     answer = ask(cluster, server.picture_url(1), question="what is <|image_pad|> here?")
     assert (answer.status, "placeholder" in answer.message) == (400, True)
     assert cluster.chat("what is <|image_pad|>?", max_tokens=4).status == 400
@@ -294,14 +325,17 @@ def test_a_literal_placeholder_in_the_text_is_refused(cluster: Cluster, worker: 
 def test_a_file_outside_the_allowed_directory_is_refused_as_if_it_were_missing(
     cluster: Cluster, worker: Managed, directory: Path
 ) -> None:
-    messages = {ask(cluster, url).message for url in ("file:///etc/hostname", (directory / "nothing.png").as_uri())}
+    messages = {
+        ask(cluster, url).message for url in ("file:///etc/hostname", (directory / "nothing.png").as_uri())
+    }
     assert len(messages) == 1
     assert "allowed directory" in messages.pop()
 
 
 def test_private_addresses_are_refused_unless_the_operator_allows_them(server: PictureServer) -> None:
     with Cluster() as cluster:
-        cluster.frontend(env={"DYN_MM_ALLOW_INTERNAL": "1"})  # so that our worker's own policy is what answers
+        # so that our worker's own policy is what answers
+        cluster.frontend(env={"DYN_MM_ALLOW_INTERNAL": "1"})
         cluster.worker("--engine", "transformers", "--modality", "multimodal")
         cluster.wait_listed()
         server.hits.clear()

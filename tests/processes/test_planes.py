@@ -30,7 +30,9 @@ def answers() -> dict[str, str]:
 def test_answers_do_not_depend_on_discovery_or_planes(
     servers: dict[str, str], answers: dict[str, str], discovery: str, request_plane: str, event_plane: str
 ) -> None:
-    with Cluster(discovery=discovery, request_plane=request_plane, event_plane=event_plane, env=servers) as cluster:
+    with Cluster(
+        discovery=discovery, request_plane=request_plane, event_plane=event_plane, env=servers
+    ) as cluster:
         cluster.frontend()
         worker = cluster.worker("--engine", "double")
         cluster.wait_listed()

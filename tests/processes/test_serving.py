@@ -1,4 +1,5 @@
-"""An aggregated worker with the double behind Dynamo's real frontend: answers, errors, streams, metrics, signals."""
+"""An aggregated worker with the double behind Dynamo's real frontend:
+answers, errors, streams, metrics, signals."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_chat_and_completions_answer_with_usage(cluster: Cluster, worker: Manage
 
 def test_a_streamed_answer_is_the_unary_one_and_ends_with_usage(cluster: Cluster, worker: Managed) -> None:
     unary = cluster.chat("hello there", max_tokens=20, ignore_eos=True)
-    streamed = cluster.chat("hello there", max_tokens=20, ignore_eos=True, stream=True, stream_options={"include_usage": True})
+    streamed = cluster.chat(
+        "hello there", max_tokens=20, ignore_eos=True, stream=True, stream_options={"include_usage": True}
+    )
     assert streamed.text == unary.text
     assert streamed.finish_reason == unary.finish_reason == "length"
     assert streamed.usage == unary.usage
@@ -98,8 +101,12 @@ def test_what_cannot_be_served_is_a_400_twice_in_a_row(
 
 
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
-def test_media_sent_to_a_text_worker_is_refused_in_words(cluster: Cluster, worker: Managed, kind: str) -> None:
-    answer = cluster.chat([{"type": "text", "text": "hi"}, {"type": kind, kind: {"url": "https://example.com/x"}}])
+def test_media_sent_to_a_text_worker_is_refused_in_words(
+    cluster: Cluster, worker: Managed, kind: str
+) -> None:
+    answer = cluster.chat(
+        [{"type": "text", "text": "hi"}, {"type": kind, kind: {"url": "https://example.com/x"}}]
+    )
     assert answer.status == 400
     name = kind.removesuffix("_url")
     plural = {"audio": "audio"}.get(name, f"{name}s")
@@ -115,7 +122,12 @@ def test_a_long_prompt_is_refused_before_it_is_run(cluster: Cluster, worker: Man
 
 
 def test_a_wrong_model_is_a_404(cluster: Cluster, worker: Managed) -> None:
-    assert cluster.post("/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}).status == 404
+    assert (
+        cluster.post(
+            "/v1/chat/completions", {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}
+        ).status
+        == 404
+    )
 
 
 def test_many_requests_at_once_each_get_their_own_answer(cluster: Cluster, worker: Managed) -> None:
@@ -142,7 +154,8 @@ def open_stream(cluster: Cluster, tokens: int) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", cluster.port))
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     connection.sendall(head.encode() + body)
     return connection
@@ -161,7 +174,9 @@ def test_a_client_that_reads_nothing_does_not_hold_up_others(cluster: Cluster, w
         for _ in range(200):
             assert cluster.chat("hi", max_tokens=5, timeout_s=5).status == 200
         assert worker.metrics()["dynamo_trtllm_inflight_requests"] == 1
-    wait_until(lambda: worker.metrics()["dynamo_trtllm_inflight_requests"] == 0, "the end of the abandoned stream")
+    wait_until(
+        lambda: worker.metrics()["dynamo_trtllm_inflight_requests"] == 0, "the end of the abandoned stream"
+    )
     after = worker.metrics()
     key = "dynamo_trtllm_requests_total:cancelled"
     assert after[key] == before.get(key, 0) + 1
@@ -173,11 +188,19 @@ def test_metrics_count_requests_by_how_they_ended(cluster: Cluster, worker: Mana
     assert cluster.chat("hi", max_tokens=3).status == 200
     assert cluster.chat("hi", max_tokens=3, **REFUSED).status == 400
     after = worker.metrics()
-    assert after["dynamo_trtllm_requests_total:completed"] == before["dynamo_trtllm_requests_total:completed"] + 1
-    assert after["dynamo_trtllm_requests_total:refused"] == before.get("dynamo_trtllm_requests_total:refused", 0) + 1
+    assert (
+        after["dynamo_trtllm_requests_total:completed"]
+        == before["dynamo_trtllm_requests_total:completed"] + 1
+    )
+    assert (
+        after["dynamo_trtllm_requests_total:refused"]
+        == before.get("dynamo_trtllm_requests_total:refused", 0) + 1
+    )
 
 
-def test_a_request_that_is_refused_or_left_has_one_line_in_the_log_and_no_traceback(cluster: Cluster, worker: Managed) -> None:
+def test_a_request_that_is_refused_or_left_has_one_line_in_the_log_and_no_traceback(
+    cluster: Cluster, worker: Managed
+) -> None:
     log = worker.text()
     assert [cluster.chat("hi", **REFUSED, stream=stream).status for stream in (False, True)] == [400, 400]
     key = "dynamo_trtllm_requests_total:cancelled"
@@ -228,7 +251,9 @@ def test_sigterm_lets_a_running_request_finish_and_exits_zero() -> None:
 def test_a_second_signal_exits_at_once() -> None:
     with Cluster() as cluster, ThreadPoolExecutor(1) as pool:
         cluster.frontend()
-        worker = cluster.worker(*script(step_delay_s=30.0), env={"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "60"})
+        worker = cluster.worker(
+            *script(step_delay_s=30.0), env={"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "60"}
+        )
         cluster.wait_listed()
         pending = pool.submit(cluster.chat, "hi", max_tokens=40, ignore_eos=True)
         wait_until(lambda: worker.metrics()["dynamo_trtllm_inflight_requests"] == 1, "the request's start")
@@ -271,12 +296,21 @@ def test_a_failed_start_is_one_sentence_and_not_a_traceback() -> None:
 
 @pytest.mark.skipif(find_spec("tensorrt_llm") is not None, reason="TensorRT-LLM is installed here")
 def test_a_missing_tensorrt_llm_is_one_sentence_before_any_model_is_fetched() -> None:
-    command = [sys.executable, "-m", "dynamo.trtllm", "--engine", "tensorrt_llm", "--model-path", "no-such/model"]
+    command = [
+        sys.executable,
+        "-m",
+        "dynamo.trtllm",
+        "--engine",
+        "tensorrt_llm",
+        "--model-path",
+        "no-such/model",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "dynamo.trtllm: TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on a machine with an "
-        "NVIDIA GPU, use NVIDIA's image, or choose the portable engine with `--engine transformers`\n"
+        "dynamo.trtllm: TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on "
+        "a machine with an NVIDIA GPU, use NVIDIA's image, or choose the portable engine with `--engine "
+        "transformers`\n"
     )
 
 
@@ -284,5 +318,7 @@ def test_the_health_canary_is_answered() -> None:
     with Cluster(env={"DYN_HEALTH_CHECK_ENABLED": "true", "DYN_CANARY_WAIT_TIME": "1"}) as cluster:
         cluster.frontend()
         worker = cluster.worker("--engine", "double")
-        wait_until(lambda: worker.metrics().get("dynamo_trtllm_requests_total:completed", 0) >= 1, "a canary request")
+        wait_until(
+            lambda: worker.metrics().get("dynamo_trtllm_requests_total:completed", 0) >= 1, "a canary request"
+        )
         assert "dynamo_trtllm_requests_total:failed" not in worker.metrics()

@@ -36,14 +36,21 @@ RELEASES_AND_TOPOLOGIES = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's tokenizer and template under an architecture that TensorRT-LLM encodes apart; the double reads no weights."""
+    """The demo's tokenizer and template under an architecture that TensorRT-LLM encodes apart;
+    the double reads no weights."""
     return model_directory(tmp_path_factory.mktemp("qwen2.5-vl"))
 
 
 def environment(release: str) -> dict[str, str]:
-    folders = [str(TESTS / "trtllm_double"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    folders = [
+        str(TESTS / "trtllm_double"),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     source = str(TESTS.parent / "components" / "src")
-    return {"TRTLLM_DOUBLE_RELEASE": release, "PYTHONPATH": os.pathsep.join([folders[0], source, *folders[1:]])}
+    return {
+        "TRTLLM_DOUBLE_RELEASE": release,
+        "PYTHONPATH": os.pathsep.join([folders[0], source, *folders[1:]]),
+    }
 
 
 def image(seed: int) -> dict[str, Any]:
@@ -63,7 +70,14 @@ def ask_all(cluster: Cluster) -> list[tuple[str, str | None, int, int]]:
         told(cluster.chat("hello", max_tokens=12, ignore_eos=True)),
         told(cluster.chat([question, image(1)], max_tokens=16)),
         told(cluster.chat([image(2), question, image(3)], max_tokens=16, ignore_eos=True)),
-        told(cluster.chat([image(2), question, image(3)], max_tokens=16, stream=True, stream_options={"include_usage": True})),
+        told(
+            cluster.chat(
+                [image(2), question, image(3)],
+                max_tokens=16,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        ),
         told(cluster.chat([question, image(1)], max_tokens=1)),
     ]
 
@@ -140,7 +154,9 @@ def test_an_idle_engine_that_dies_leaves_discovery_although_asking_it_blocks(mod
         deployment = deploy("agg", cluster, options=("--engine", "tensorrt_llm", "--model-path", str(model)))
         assert cluster.chat("hello", max_tokens=4).status == 200
         assert deployment.all()[0].wait() != 0
-        wait_until(lambda: cluster.chat("hello", max_tokens=4).status in (404, 503), "an answer without the worker")
+        wait_until(
+            lambda: cluster.chat("hello", max_tokens=4).status in (404, 503), "an answer without the worker"
+        )
 
 
 def test_an_argument_that_the_release_does_not_know_ends_the_worker_at_once(model: Path) -> None:

@@ -49,7 +49,8 @@ def deploy(
     count: int = 1,
     env: Mapping[str, str] | None = None,
 ) -> Deployment:
-    """Start the frontend and `count` workers of each role of topology `name`; returns when the model is listed."""
+    """Start the frontend and `count` workers of each role of topology `name`;
+    returns when the model is listed."""
     deployment = Deployment(name, cluster, options)
     cluster.frontend()
     for role in deployment.roles:

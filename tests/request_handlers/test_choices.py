@@ -1,4 +1,5 @@
-"""Several choices of one request: one prompt computed, as many answers, each that of a request with its own seed."""
+"""Several choices of one request: one prompt computed, as many answers,
+each that of a request with its own seed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from dynamo.trtllm.errors import ClientFault, EngineFault
 from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.frontend.response import Chunk, Output
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
-from dynamo.trtllm.request_handlers.choices import Answer, answers_of, continue_all, generate_all, require_forks
+from dynamo.trtllm.request_handlers.choices import (
+    Answer,
+    answers_of,
+    continue_all,
+    generate_all,
+    require_forks,
+)
 from engines.contract import generate, place, request
 
 IDS = tuple(range(300, 316))
@@ -30,11 +37,17 @@ SAMPLED: dict[str, Any] = {"temperature": 1.4, "seed": 11, "max_tokens": 20, "ig
 
 
 @pytest_asyncio.fixture(params=["eager", "static"])
-async def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TransformersEngine]:
+async def engine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TransformersEngine]:
     """The demo model, decoding as on a CPU and as CUDA graphs record it."""
     static = request.param == "static"
-    monkeypatch.setattr("dynamo.trtllm.engines.transformers.engine.decodes_in_graphs", lambda loaded, options: static)
-    config = EngineConfig(kind=EngineKind.TRANSFORMERS, model_path=str(DEMO_DIRECTORY), modality=Modality.MULTIMODAL)
+    monkeypatch.setattr(
+        "dynamo.trtllm.engines.transformers.engine.decodes_in_graphs", lambda loaded, options: static
+    )
+    config = EngineConfig(
+        kind=EngineKind.TRANSFORMERS, model_path=str(DEMO_DIRECTORY), modality=Modality.MULTIMODAL
+    )
     engine = TransformersEngine(config)
     await engine.start()
     yield engine
@@ -46,7 +59,8 @@ async def unwatched(answer: Answer) -> Answer:
 
 
 async def collect(chunks: AsyncGenerator[Chunk, None], choices: int) -> tuple[list[list[int]], list[Chunk]]:
-    """The token ids of each choice, and all chunks; every choice must end once, and say nothing afterwards."""
+    """The token ids of each choice, and all chunks;
+    every choice must end once, and say nothing afterwards."""
     tokens: list[list[int]] = [[] for _ in range(choices)]
     ended: set[int] = set()
     found = []
@@ -84,9 +98,14 @@ async def with_image(engine: TransformersEngine, **sampling: Any) -> EngineReque
         {"ignore_eos": False, "min_tokens": 3, "top_k": 40},
     ],
 )
-async def test_choices_answer_as_requests_with_their_seeds_do(engine: TransformersEngine, changes: dict[str, Any]) -> None:
+async def test_choices_answer_as_requests_with_their_seeds_do(
+    engine: TransformersEngine, changes: dict[str, Any]
+) -> None:
     sampling = {**SAMPLED, **changes}
-    for asked in (replace(request(IDS, **sampling), choices=4), replace(await with_image(engine, **sampling), choices=3)):
+    for asked in (
+        replace(request(IDS, **sampling), choices=4),
+        replace(await with_image(engine, **sampling), choices=3),
+    ):
         expected = [await alone(engine, asked, index) for index in range(asked.choices)]
         whole, _ = await collect(generate_all(engine, asked, unwatched), asked.choices)
         assert whole == expected
@@ -94,12 +113,16 @@ async def test_choices_answer_as_requests_with_their_seeds_do(engine: Transforme
         assert prefilled.state is not None
         follow = replace(asked, prompt=Prompt(prefilled.prompt_token_ids))
         first = prefilled.first if sampling["max_tokens"] > 1 else prefilled.first._replace(finish="length")
-        handed, _ = await collect(continue_all(engine, follow, first, prefilled.state, unwatched), asked.choices)
+        handed, _ = await collect(
+            continue_all(engine, follow, first, prefilled.state, unwatched), asked.choices
+        )
         assert handed == expected
 
 
 @pytest.mark.asyncio
-async def test_the_prompt_is_computed_once_and_everything_is_free_afterwards(engine: TransformersEngine) -> None:
+async def test_the_prompt_is_computed_once_and_everything_is_free_afterwards(
+    engine: TransformersEngine,
+) -> None:
     before = engine.stats()[metrics.ENGINE_PROMPT_TOKENS]
     await collect(generate_all(engine, replace(request(IDS, **SAMPLED), choices=5), unwatched), 5)
     assert engine.stats()[metrics.ENGINE_PROMPT_TOKENS] == before + len(IDS)
@@ -139,10 +162,15 @@ async def test_without_a_seed_the_choices_differ(engine: TransformersEngine) -> 
 
 @pytest.mark.asyncio
 async def test_usage_is_said_at_the_start_and_for_all_choices_at_the_end(engine: TransformersEngine) -> None:
-    tokens, chunks = await collect(generate_all(engine, replace(request(IDS, **SAMPLED), choices=3), unwatched), 3)
+    tokens, chunks = await collect(
+        generate_all(engine, replace(request(IDS, **SAMPLED), choices=3), unwatched), 3
+    )
     usages = [chunk["completion_usage"] for chunk in chunks if "completion_usage" in chunk]
     total = sum(map(len, tokens))
-    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in usages] == [(len(IDS), 1), (len(IDS), total)]
+    assert [(u["prompt_tokens"], u["completion_tokens"]) for u in usages] == [
+        (len(IDS), 1),
+        (len(IDS), total),
+    ]
     assert "completion_usage" in chunks[0]
     assert "completion_usage" in chunks[-1]
 
@@ -207,7 +235,9 @@ async def test_an_engine_that_cannot_fork_answers_each_choice_from_the_prompt() 
     asked = replace(request(IDS, **SAMPLED), choices=3)
     tokens, _ = await collect(generate_all(engine, asked, unwatched), 3)
     assert [len(each) for each in tokens] == [20, 20, 20]
-    with pytest.raises(ClientFault, match="n must be 1: this deployment's engine continues a prefilled prompt once"):
+    with pytest.raises(
+        ClientFault, match="n must be 1: this deployment's engine continues a prefilled prompt once"
+    ):
         require_forks(engine, asked)
     require_forks(engine, request(IDS))
     await engine.close()
@@ -224,7 +254,9 @@ async def test_an_image_at_the_very_end_of_the_prompt_is_named(engine: Transform
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("shown", [False, True])
-async def test_the_best_choices_are_those_of_the_highest_mean_log_probability(engine: TransformersEngine, shown: bool) -> None:
+async def test_the_best_choices_are_those_of_the_highest_mean_log_probability(
+    engine: TransformersEngine, shown: bool
+) -> None:
     asked = replace(request(IDS, logprobs=0, **{**SAMPLED, "ignore_eos": False}), choices=6)
     singles = []
     for index in range(6):

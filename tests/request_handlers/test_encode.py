@@ -1,4 +1,5 @@
-"""The encode role: replies in order, refusals before work, and no offer left for a reply that did not leave."""
+"""The encode role: replies in order, refusals before work,
+and no offer left for a reply that did not leave."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.pooled import PooledTransfer
 from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, until
-from media_parts import HIDDEN, IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, taking_images, write_embeddings
+from media_parts import (
+    HIDDEN,
+    IMAGE_TOKENS,
+    PLACEHOLDER,
+    GatedEngine,
+    loader_over,
+    png_url,
+    taking_images,
+    write_embeddings,
+)
 from request_handlers.topology import start_transfer
 
 
@@ -40,11 +50,15 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
-async def start(stack: AsyncExitStack, transfer: dict[str, Any] | None = None, encodes: bool = True, **media: Any) -> Worker:
+async def start(
+    stack: AsyncExitStack, transfer: dict[str, Any] | None = None, encodes: bool = True, **media: Any
+) -> Worker:
     engine = GatedEngine()
     info = taking_images(await engine.start(), encodes=encodes)
     ours = await start_transfer(stack, **(transfer or {}))
-    return Worker(engine, ours, EncodeHandler(engine, info, await loader_over(engine, info=info, **media), ours))
+    return Worker(
+        engine, ours, EncodeHandler(engine, info, await loader_over(engine, info=info, **media), ours)
+    )
 
 
 def asking(url: str, text_tokens: int = 1, context_length: int = 1000, position: int = 1) -> dict[str, Any]:
@@ -54,7 +68,9 @@ def asking(url: str, text_tokens: int = 1, context_length: int = 1000, position:
 
 
 @pytest.mark.asyncio
-async def test_the_reply_describes_the_item_and_its_tensors_can_be_read(stack: AsyncExitStack, tmp_path: Path) -> None:
+async def test_the_reply_describes_the_item_and_its_tensors_can_be_read(
+    stack: AsyncExitStack, tmp_path: Path
+) -> None:
     worker = await start(stack, allowed_local_path=tmp_path)
     picture = await worker.reply(asking(png_url(1)))
     file = await worker.reply(asking(write_embeddings(tmp_path, "e.pt", 3, value=2.5)))
@@ -68,9 +84,13 @@ async def test_the_reply_describes_the_item_and_its_tensors_can_be_read(stack: A
 
 
 @pytest.mark.asyncio
-async def test_a_picture_that_two_calls_name_is_encoded_once_and_offered_to_both(stack: AsyncExitStack) -> None:
+async def test_a_picture_that_two_calls_name_is_encoded_once_and_offered_to_both(
+    stack: AsyncExitStack,
+) -> None:
     worker = await start(stack)
-    first, second = await asyncio.gather(worker.reply(asking(png_url(1))), worker.reply(asking(png_url(1), position=3)))
+    first, second = await asyncio.gather(
+        worker.reply(asking(png_url(1))), worker.reply(asking(png_url(1), position=3))
+    )
     assert first.digest == second.digest
     assert (worker.engine.encoded, worker.transfer.stats().open_offers) == ([first.digest], 2)
 
@@ -85,7 +105,10 @@ async def test_a_fault_names_the_part_by_the_position_in_the_callers_request(sta
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"tokens": 1001}, "tokens must be a whole number between 1 and 1000"), ({"size": 5}, "size is not known")],
+    [
+        ({"tokens": 1001}, "tokens must be a whole number between 1 and 1000"),
+        ({"size": 5}, "size is not known"),
+    ],
 )
 async def test_options_that_its_model_does_not_know_are_refused_whoever_asks(
     stack: AsyncExitStack, options: dict[str, Any], words: str
@@ -109,7 +132,12 @@ async def test_what_would_not_fit_the_context_is_refused_before_encoding(stack: 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "raw",
-    [{"token_ids": [1]}, {**asking("u"), "schema_version": 99}, {"schema_version": 1, "items": []}, {**asking("u"), "more": 1}],
+    [
+        {"token_ids": [1]},
+        {**asking("u"), "schema_version": 99},
+        {"schema_version": 1, "items": []},
+        {**asking("u"), "more": 1},
+    ],
 )
 async def test_a_call_of_another_release_is_refused(stack: AsyncExitStack, raw: dict[str, Any]) -> None:
     worker = await start(stack)
@@ -146,7 +174,9 @@ async def test_a_reply_that_was_taken_keeps_its_offer(stack: AsyncExitStack) -> 
 
 
 @pytest.mark.asyncio
-async def test_an_offer_without_room_is_said_in_its_own_words_and_leaves_nothing(stack: AsyncExitStack) -> None:
+async def test_an_offer_without_room_is_said_in_its_own_words_and_leaves_nothing(
+    stack: AsyncExitStack,
+) -> None:
     worker = await start(stack)
 
     async def full(*args: Any) -> Any:
@@ -190,14 +220,16 @@ async def test_a_worker_that_encodes_nothing_takes_embedding_files_and_names_the
     with pytest.raises(PartFault) as caught:
         await worker.reply(asking(png_url(1), position=2))
     assert caught.value.message == (
-        "image 2: this encode worker takes embedding files only: images of this model are encoded by prefill and "
-        "aggregated workers"
+        "image 2: this encode worker takes embedding files only: "
+        "images of this model are encoded by prefill and aggregated workers"
     )
     assert (worker.engine.encoded, worker.transfer.stats().offers_total) == ([], 1)
 
 
 @pytest.mark.asyncio
-async def test_the_role_is_drained_when_its_offers_are_read_and_shows_them_meanwhile(stack: AsyncExitStack) -> None:
+async def test_the_role_is_drained_when_its_offers_are_read_and_shows_them_meanwhile(
+    stack: AsyncExitStack,
+) -> None:
     worker = await start(stack)
     reply = await worker.reply(asking(png_url(1)))
     assert worker.handler.stats()[metrics.TRANSFER_OPEN_OFFERS] == 1

@@ -1,4 +1,5 @@
-"""The factory: each role's handler with what it needs started, and nothing left running when building one fails."""
+"""The factory: each role's handler with what it needs started,
+and nothing left running when building one fails."""
 
 from __future__ import annotations
 
@@ -95,7 +96,12 @@ def source(handler: Any) -> object:
     ],
 )
 async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
-    transfers: list[Transfer], role: Role, peers: dict[str, Any], kind: type[HandlerBase], started: int, asked: list[str]
+    transfers: list[Transfer],
+    role: Role,
+    peers: dict[str, Any],
+    kind: type[HandlerBase],
+    started: int,
+    asked: list[str],
 ) -> None:
     runtime = Runtime()
     handler = await create(role, runtime, **peers)
@@ -110,7 +116,9 @@ async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fallback", [True, False])
-async def test_the_fallback_is_built_only_where_it_was_asked_for(transfers: list[Transfer], fallback: bool) -> None:
+async def test_the_fallback_is_built_only_where_it_was_asked_for(
+    transfers: list[Transfer], fallback: bool
+) -> None:
     handler = await create(Role.PREFILL, encode_endpoint=ENCODE, encode_fallback=fallback)
     assert (source(handler)._fallback is not None) == fallback  # type: ignore[attr-defined]
     await handler.close()
@@ -130,12 +138,16 @@ async def test_a_model_that_is_not_encoded_apart_asks_an_encode_worker_for_embed
 @pytest.mark.asyncio
 async def test_a_model_that_takes_no_embeddings_refuses_an_encode_worker(transfers: list[Transfer]) -> None:
     nothing = {"takes_encoded": False, "takes_files": False}
-    with pytest.raises(StartupError, match="takes no embeddings from an encode worker: remove --encode-endpoint"):
+    with pytest.raises(
+        StartupError, match="takes no embeddings from an encode worker: remove --encode-endpoint"
+    ):
         await create(Role.PREFILL, Runtime(), images=nothing, encode_endpoint=ENCODE)
 
 
 @pytest.mark.asyncio
-async def test_an_encode_worker_without_an_encoder_does_not_start_nor_its_transfer(transfers: list[Transfer]) -> None:
+async def test_an_encode_worker_without_an_encoder_does_not_start_nor_its_transfer(
+    transfers: list[Transfer],
+) -> None:
     with pytest.raises(StartupError, match="this model has no separate encoder"):
         await create(Role.ENCODE, images={"encodes": False, "takes_files": False})
     assert transfers == []
@@ -158,7 +170,9 @@ async def test_an_encode_worker_of_embedding_files_alone_starts(transfers: list[
     ],
     ids=["decode", "prefill", "aggregated"],
 )
-async def test_a_transfer_is_closed_when_its_handler_cannot_be_built(transfers: list[Transfer], build: Callable[[], Any]) -> None:
+async def test_a_transfer_is_closed_when_its_handler_cannot_be_built(
+    transfers: list[Transfer], build: Callable[[], Any]
+) -> None:
     with pytest.raises(StartupError, match="no such endpoint"):
         await build()
     (transfer,) = transfers

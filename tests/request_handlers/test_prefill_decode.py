@@ -1,4 +1,5 @@
-"""Prefill and decode over one hand-off: what aggregated answers, nothing held on any path, a second prefill where one is lost."""
+"""Prefill and decode over one hand-off: what aggregated answers,
+nothing held on any path, a second prefill where one is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ import torch
 from dynamo.trtllm import metrics
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, Overloaded, PeerFault, PeerUnavailable
 from dynamo.trtllm.frontend.endpoint import Egress
-from fakes import FakeContext, FakeSender, answered, cancelled, collect, ignore_death, outcome, raw_request, until
+from fakes import (
+    FakeContext,
+    FakeSender,
+    answered,
+    cancelled,
+    collect,
+    ignore_death,
+    outcome,
+    raw_request,
+    until,
+)
 from media_parts import PLACEHOLDER, png_url
 from request_handlers.topology import (
     KV_BYTES,
@@ -66,7 +77,9 @@ def pictured(**options: Any) -> dict[str, Any]:
         pictured(stop=LONG),
         pictured(stop={"max_tokens": 1}, output_options={"logprobs": 3}),
     ],
-    ids=lambda raw: "-".join(f"{key}={value}" for part in list(raw.values())[2:] for key, value in part.items())[:60],
+    ids=lambda raw: "-".join(
+        f"{key}={value}" for part in list(raw.values())[2:] for key, value in part.items()
+    )[:60],
 )
 async def test_two_stages_answer_what_one_worker_answers(both: Pair, raw: dict[str, Any]) -> None:
     assert joined(await both.run(raw)) == joined(await aggregated(raw))
@@ -74,7 +87,9 @@ async def test_two_stages_answer_what_one_worker_answers(both: Pair, raw: dict[s
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("script", "finish"), [({"answer_tokens": -8}, "eos"), ({"context_length": 4}, "length")])
+@pytest.mark.parametrize(
+    ("script", "finish"), [({"answer_tokens": -8}, "eos"), ({"context_length": 4}, "length")]
+)
 async def test_a_first_token_that_ends_the_request_is_the_whole_answer(
     stack: AsyncExitStack, script: dict[str, Any], finish: str
 ) -> None:
@@ -101,7 +116,12 @@ async def test_a_stop_token_that_comes_first_is_named(both: Pair) -> None:
 async def test_usage_counts_the_expanded_prompt_and_the_cached_tokens_of_prefill(both: Pair) -> None:
     usage = (await both.run(pictured(stop=LONG)))[-1]["completion_usage"]
     details = {"cached_tokens": 2}
-    assert usage == {"prompt_tokens": 10, "completion_tokens": 12, "total_tokens": 22, "prompt_tokens_details": details}
+    assert usage == {
+        "prompt_tokens": 10,
+        "completion_tokens": 12,
+        "total_tokens": 22,
+        "prompt_tokens_details": details,
+    }
 
 
 @pytest.mark.asyncio
@@ -123,7 +143,9 @@ async def test_the_seed_travels_to_both_engines(both: Pair) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"top_p": 0.5}, {"top_k": 3}])
-async def test_an_unseeded_sampled_request_gets_one_seed_for_both_stages(both: Pair, sampling: dict[str, Any]) -> None:
+async def test_an_unseeded_sampled_request_gets_one_seed_for_both_stages(
+    both: Pair, sampling: dict[str, Any]
+) -> None:
     raw = raw_request(*PROMPT, stop=LONG, **sampling)
     chunks = await both.run(raw)
     seeds = {each.sampling.seed for each in (*both.prefill.engine.requests, *both.engine.requests)}
@@ -141,7 +163,11 @@ async def test_a_greedy_request_gets_no_seed(both: Pair, sampling: dict[str, Any
 
 @pytest.mark.asyncio
 async def test_each_engine_is_asked_with_what_the_request_brought(both: Pair) -> None:
-    raw = pictured(stop=LONG, routing={"priority": 1, "cache_salt": "s", "dp_rank": 2}, extra_args={"mm_hashes": ["0f", "1e"]})
+    raw = pictured(
+        stop=LONG,
+        routing={"priority": 1, "cache_salt": "s", "dp_rank": 2},
+        extra_args={"mm_hashes": ["0f", "1e"]},
+    )
     context = FakeContext("id-7", {"traceparent": "00-1"})
     reply = await both.prefilled(raw, context)
     await collect(both.decoded(raw, reply, context))
@@ -160,7 +186,11 @@ async def test_a_health_check_hands_nothing_over_in_either_role(both: Pair) -> N
     raw = {**raw_request(1, stop={"max_tokens": 1, "ignore_eos": True}), "_HEALTH_CHECK": True}
     for handler in (both.prefill.handler, both.decode):
         (chunk,) = await collect(answered(handler, raw))
-        assert (chunk["finish_reason"], len(chunk["token_ids"]), "disaggregated_params" in chunk) == ("length", 1, False)
+        assert (chunk["finish_reason"], len(chunk["token_ids"]), "disaggregated_params" in chunk) == (
+            "length",
+            1,
+            False,
+        )
     assert (both.prefill.engine.requests, both.engine.requests) == ([], [])
     both.assert_nothing_held()
 
@@ -213,7 +243,9 @@ async def test_an_offer_that_finds_no_room_frees_the_state_and_ends_in_its_own_w
 @pytest.mark.asyncio
 async def test_a_reply_that_the_frontend_no_longer_takes_withdraws_its_offer(both: Pair) -> None:
     egress = Egress(both.prefill.handler, on_dead=ignore_death)
-    raised = await outcome(collect(egress.serve(raw_request(*PROMPT), FakeContext(), response_sender=FakeSender(fails_at=0))))
+    raised = await outcome(
+        collect(egress.serve(raw_request(*PROMPT), FakeContext(), response_sender=FakeSender(fails_at=0)))
+    )
     assert type(raised).__name__ == "Cancelled"
     assert both.prefill.transfer.stats().offers_total == 1
     both.assert_nothing_held()
@@ -237,7 +269,9 @@ async def test_a_client_that_leaves_during_prefill_leaves_no_offer(both: Pair) -
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_leaves_while_its_offer_waits_for_room_frees_the_state(stack: AsyncExitStack) -> None:
+async def test_a_client_that_leaves_while_its_offer_waits_for_room_frees_the_state(
+    stack: AsyncExitStack,
+) -> None:
     worker = await prefill_worker(stack, {"pool_bytes": 4096}, kv_bytes_per_token=1000)
     raw = raw_request(*PROMPT)
     (_,) = await collect(answered(worker.handler, raw))
@@ -259,7 +293,9 @@ async def taken(both: Pair, steps: int) -> Any:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("steps", [1, 2, 5])
-async def test_a_client_that_leaves_after_a_token_leaves_nothing_on_either_worker(both: Pair, steps: int) -> None:
+async def test_a_client_that_leaves_after_a_token_leaves_nothing_on_either_worker(
+    both: Pair, steps: int
+) -> None:
     stream = await taken(both, steps)
     await stream.aclose()
     await until(lambda: both.prefill.transfer.stats().open_offers == 0)
@@ -267,7 +303,9 @@ async def test_a_client_that_leaves_after_a_token_leaves_nothing_on_either_worke
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_leaves_after_the_kv_cache_was_read_and_not_yet_used_leaves_nothing(both: Pair) -> None:
+async def test_a_client_that_leaves_after_the_kv_cache_was_read_and_not_yet_used_leaves_nothing(
+    both: Pair,
+) -> None:
     stream = await taken(both, 1)
     await until(lambda: both.transfer.stats().fetches_total == 1)
     assert both.transfer.stats().pool_used_bytes > 0
@@ -356,7 +394,9 @@ async def lose(both: Pair) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.9}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "unseeded", "seeded"]
+    "options",
+    [{}, {"temperature": 0.9}, {"temperature": 0.9, "seed": 3}],
+    ids=["greedy", "unseeded", "seeded"],
 )
 async def test_a_lost_kv_cache_is_prefilled_again_elsewhere_and_the_answer_goes_on(
     stack: AsyncExitStack, both: Pair, options: dict[str, Any]
@@ -374,7 +414,9 @@ async def test_a_lost_kv_cache_is_prefilled_again_elsewhere_and_the_answer_goes_
 
 
 @pytest.mark.asyncio
-async def test_the_first_token_does_not_wait_for_the_second_prefill(stack: AsyncExitStack, both: Pair) -> None:
+async def test_the_first_token_does_not_wait_for_the_second_prefill(
+    stack: AsyncExitStack, both: Pair
+) -> None:
     other = await both.add(stack, 2)
     other.engine.prefill_gate = asyncio.Event()
     raw = raw_request(*PROMPT, stop=LONG)
@@ -388,7 +430,9 @@ async def test_the_first_token_does_not_wait_for_the_second_prefill(stack: Async
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_leaves_during_the_second_prefill_stops_it(stack: AsyncExitStack, both: Pair) -> None:
+async def test_a_client_that_leaves_during_the_second_prefill_stops_it(
+    stack: AsyncExitStack, both: Pair
+) -> None:
     other = await both.add(stack, 2)
     other.engine.prefill_gate = asyncio.Event()
     raw = raw_request(*PROMPT, stop=LONG)
@@ -443,7 +487,9 @@ async def test_a_request_that_comes_without_a_handoff_is_prefilled_by_decode(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("script", [{"answer_tokens": -8}, {"context_length": 4}])
-async def test_a_request_prefilled_by_decode_may_end_at_its_first_token(stack: AsyncExitStack, script: dict[str, Any]) -> None:
+async def test_a_request_prefilled_by_decode_may_end_at_its_first_token(
+    stack: AsyncExitStack, script: dict[str, Any]
+) -> None:
     both = await pair(stack, **script)
     await both.add(stack, 2, **script)
     raw = raw_request(*PROMPT)
@@ -452,7 +498,9 @@ async def test_a_request_prefilled_by_decode_may_end_at_its_first_token(stack: A
 
 
 @pytest.mark.asyncio
-async def test_prefills_refusal_reaches_the_client_of_decode_in_its_words(stack: AsyncExitStack, both: Pair) -> None:
+async def test_prefills_refusal_reaches_the_client_of_decode_in_its_words(
+    stack: AsyncExitStack, both: Pair
+) -> None:
     await both.add(stack, 2, reject_prompt_over=2)
     with pytest.raises(ClientFault) as caught:
         await collect(both.decoded(raw_request(*PROMPT), None))
@@ -464,7 +512,9 @@ async def test_prefills_refusal_reaches_the_client_of_decode_in_its_words(stack:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("change", [{"schema_version": 1}, {"more": 1}, {"meta": None}])
-async def test_a_handoff_of_another_release_is_refused_before_a_token_is_sent(both: Pair, change: dict[str, Any]) -> None:
+async def test_a_handoff_of_another_release_is_refused_before_a_token_is_sent(
+    both: Pair, change: dict[str, Any]
+) -> None:
     raw = raw_request(*PROMPT)
     reply = await both.prefilled(raw)
     reply["disaggregated_params"] |= change

@@ -39,8 +39,8 @@ NO_STOPS = StopStrings("")
 class RecordingEngine(DoubleEngine):
     """The double with a KV cache to hand over; keeps what it was asked, and counts states that were freed.
 
-    `prefilling` is set when `prefill` has begun, which then waits for `prefill_gate`; `fail_decode` is raised after the first
-    step of `decode`.
+    `prefilling` is set when `prefill` has begun, which then waits for `prefill_gate`;
+    `fail_decode` is raised after the first step of `decode`.
     """
 
     def __init__(self, **script: Any) -> None:
@@ -71,7 +71,9 @@ class RecordingEngine(DoubleEngine):
         state = EngineState(done.state.meta, done.state.tensors, self._release)
         return Prefilled(done.first, done.prompt_token_ids, state, cached_tokens=2)
 
-    async def decode(self, request: EngineRequest, first: Step, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
+    async def decode(
+        self, request: EngineRequest, first: Step, state: EngineState
+    ) -> AsyncGenerator[Step | Tokens, None]:
         self.requests.append(request)
         self.decoding += 1
         try:
@@ -97,7 +99,9 @@ class GatedTransfer(PooledTransfer):
         self.reading = asyncio.Event()
         self.fail: Exception | None = None
 
-    async def fetch(self, descriptor: TransferDescriptor, deadline_s: float | None = None, **options: Any) -> Received:
+    async def fetch(
+        self, descriptor: TransferDescriptor, deadline_s: float | None = None, **options: Any
+    ) -> Received:
         self.reading.set()
         if self.gate is not None:
             await self.gate.wait()
@@ -133,7 +137,8 @@ class Pair:
     def decoded(
         self, raw: Mapping[str, Any], reply: Mapping[str, Any] | None, context: FakeContext | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Decode's stream for a request whose prefill replied with `reply`; None: the frontend found no prefill worker."""
+        """Decode's stream for a request whose prefill replied with `reply`;
+        None: the frontend found no prefill worker."""
         result = None if reply is None else {"disaggregated_params": reply["disaggregated_params"]}
         return answered(self.decode, {**raw, "prefill_result": result}, context)
 
@@ -162,12 +167,15 @@ class Pair:
 
 
 def _quarantined_bytes(transfer: PooledTransfer) -> int:
-    """Bytes of offers that were withdrawn: they stay aside for a while, since a reader may still be at them."""
+    """Bytes of offers that were withdrawn: they stay aside for a while,
+    since a reader may still be at them."""
     stats = transfer.stats()
     return stats.pool_used_bytes if stats.quarantined_segments and not stats.open_offers else 0
 
 
-async def start_transfer(stack: AsyncExitStack, kind: type[PooledTransfer] = PooledTransfer, **options: Any) -> Any:
+async def start_transfer(
+    stack: AsyncExitStack, kind: type[PooledTransfer] = PooledTransfer, **options: Any
+) -> Any:
     transfer = kind(LocalTransport(), **{"pool_bytes": POOL_BYTES, **options})
     await transfer.start()
     stack.push_async_callback(transfer.close)
@@ -189,7 +197,9 @@ async def pair(stack: AsyncExitStack, **script: Any) -> Pair:
     engine, client = RecordingEngine(**script), FakeClient({})
     info = await engine.start()
     transfer = await start_transfer(stack, GatedTransfer)
-    decode = DecodeHandler(engine, info, transfer, PrefillPeers(PeerClient(client, "prefill"), 60.0), NO_STOPS)
+    decode = DecodeHandler(
+        engine, info, transfer, PrefillPeers(PeerClient(client, "prefill"), 60.0), NO_STOPS
+    )
     return Pair(worker, engine, transfer, decode, client, [worker])
 
 
@@ -210,4 +220,9 @@ def joined(chunks: list[Chunk]) -> dict[str, Any]:
     last = chunks[-1]
     usage = dict(last["completion_usage"])
     usage.pop("prompt_tokens_details")
-    return {**out, "finish_reason": last["finish_reason"], "stop_reason": last.get("stop_reason"), "usage": usage}
+    return {
+        **out,
+        "finish_reason": last["finish_reason"],
+        "stop_reason": last.get("stop_reason"),
+        "usage": usage,
+    }

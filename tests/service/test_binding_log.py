@@ -1,4 +1,5 @@
-"""What reaches the log of the tracebacks that Dynamo's binding prints, by the same call of Python's that the binding makes."""
+"""What reaches the log of the tracebacks that Dynamo's binding prints,
+by the same call of Python's that the binding makes."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def log() -> io.StringIO:
     return io.StringIO()
 
 
-@pytest.mark.parametrize("words", ["n must be 1", "", "two\nlines", "naïve: «x»", "Traceback (most recent call last):"])
+@pytest.mark.parametrize(
+    "words", ["n must be 1", "", "two\nlines", "naïve: «x»", "Traceback (most recent call last):"]
+)
 def test_a_hidden_exception_is_not_printed_and_all_else_is(log: io.StringIO, words: str) -> None:
     with redirect_stderr(log), LoggedErrors.on_stderr() as told:
         told.hide(dynamo.InvalidArgument(words))

@@ -16,7 +16,8 @@ OWN, OTHER = 7, 8
 
 
 class Discovery:
-    """What discovery holds, a client of it, and how it takes a registration. `looked` counts the looks at instances."""
+    """What discovery holds, a client of it, and how it takes a registration.
+    `looked` counts the looks at instances."""
 
     def __init__(self) -> None:
         self.instances: list[int] = [OTHER, OWN]

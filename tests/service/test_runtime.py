@@ -1,4 +1,5 @@
-"""The worker's life in Dynamo: what is registered, the order of shutting down, and with which code the process ends."""
+"""The worker's life in Dynamo: what is registered, the order of shutting down,
+and with which code the process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from dynamo.llm import ModelInput, ModelType, WorkerType
 from dynamo.llm import exceptions as dynamo
 
 from dynamo.trtllm import model_files
-from dynamo.trtllm.config import EngineConfig, EngineKind, ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
+from dynamo.trtllm.config import (
+    EngineConfig,
+    EngineKind,
+    ModelConfig,
+    PeerConfig,
+    Role,
+    RuntimeConfig,
+    WorkerConfig,
+)
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, StartupError
@@ -26,7 +35,9 @@ from dynamo.trtllm.service.metrics_page import MetricsPage
 from dynamo.trtllm.service.runtime import Service, health_check_payload, model_type, needs, runtime_config
 from fakes import FakeContext, FakeSender, collect, outcome, until
 
-INFO = EngineInfo(context_length=100, kv_block_size=16, total_kv_blocks=3, max_num_seqs=4, max_num_batched_tokens=5)
+INFO = EngineInfo(
+    context_length=100, kv_block_size=16, total_kv_blocks=3, max_num_seqs=4, max_num_batched_tokens=5
+)
 ENCODE = PeerConfig(encode_endpoint="dyn://n.tensorrt_llm_encode.generate")
 
 
@@ -119,7 +130,12 @@ class World:
         self.registered = args, options
 
     async def leave(
-        self, made: FakeRuntime, endpoints: list[Any], *, grace_period_s: float, drain_callback: Callable[[], Awaitable[None]]
+        self,
+        made: FakeRuntime,
+        endpoints: list[Any],
+        *,
+        grace_period_s: float,
+        drain_callback: Callable[[], Awaitable[None]],
     ) -> None:
         """Dynamo's graceful shutdown, without its waits."""
         assert endpoints == [made.made]
@@ -132,7 +148,9 @@ class World:
 
     def run(self) -> asyncio.Task[int]:
         metrics = MetricsPage(Role.AGGREGATED)
-        return asyncio.create_task(self.service.run(self.egress, metrics, self.drained, self.engine.check_health))
+        return asyncio.create_task(
+            self.service.run(self.egress, metrics, self.drained, self.engine.check_health)
+        )
 
 
 @pytest.fixture
@@ -156,7 +174,11 @@ async def test_a_worker_registers_its_model_and_serves_it_with_a_canary(world: W
     assert world.registered is not None
     args, options = world.registered
     assert (args[0], args[2:]) == (ModelInput.Tokens, (world.runtime.made, "/models/m", "m"))
-    assert (options["worker_type"], options["needs"], options["kv_cache_block_size"]) == (WorkerType.Aggregated, [], 16)
+    assert (options["worker_type"], options["needs"], options["kv_cache_block_size"]) == (
+        WorkerType.Aggregated,
+        [],
+        16,
+    )
     assert (options["model_aliases"], options["ignore_weights"]) == (["alias"], True)
     assert world.runtime.made.handler == world.egress.serve
     assert world.runtime.made.options["health_check_payload"] == health_check_payload(RuntimeConfig())
@@ -167,7 +189,9 @@ async def test_a_worker_registers_its_model_and_serves_it_with_a_canary(world: W
 
 
 @pytest.mark.asyncio
-async def test_a_signal_drains_and_only_then_refuses_requests_and_leaves(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_signal_drains_and_only_then_refuses_requests_and_leaves(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "1.5")
     running = world.run()
     await world.runtime.made.served.wait()
@@ -251,7 +275,9 @@ async def test_an_engine_that_dies_while_the_worker_drains_ends_its_requests_too
 async def test_requests_that_outlast_the_drain_are_given_up_to_other_workers(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def impatient(made: FakeRuntime, endpoints: Any, drain_callback: Callable[[], Any], **rest: Any) -> None:
+    async def impatient(
+        made: FakeRuntime, endpoints: Any, drain_callback: Callable[[], Any], **rest: Any
+    ) -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(drain_callback(), 0.001)
         made.shutdown()
@@ -267,7 +293,11 @@ async def test_requests_that_outlast_the_drain_are_given_up_to_other_workers(
 
 @pytest.mark.asyncio
 async def test_an_engine_that_dies_while_nobody_asks_is_found_by_the_health_watch(world: World) -> None:
-    world.engine.health = [EngineFault("hiccup"), RuntimeError("the check is broken"), EngineDead("the engine died")]
+    world.engine.health = [
+        EngineFault("hiccup"),
+        RuntimeError("the check is broken"),
+        EngineDead("the engine died"),
+    ]
     assert await world.run() == 1
     assert world.engine.looked == 3
 
@@ -281,7 +311,9 @@ async def test_a_runtime_that_stops_serving_by_itself_is_an_error(world: World) 
 
 
 @pytest.mark.asyncio
-async def test_a_worker_that_discovery_has_lost_registers_its_card_and_its_instance_again(world: World) -> None:
+async def test_a_worker_that_discovery_has_lost_registers_its_card_and_its_instance_again(
+    world: World,
+) -> None:
     running = world.run()
     await world.runtime.made.served.wait()
     assert world.registered is not None
@@ -399,13 +431,28 @@ def test_each_role_needs_the_peers_without_which_it_cannot_answer(
 
 def test_the_model_card_tells_the_engines_limits_and_the_schema() -> None:
     config = RuntimeConfig(default_thinking_mode="on", kv_state_endpoint="dyn://a.b.c")
-    card = runtime_config(INFO, config, ModelConfig(tool_call_parser="hermes", reasoning_parser="basic"), Role.PREFILL)
-    assert (card.context_length, card.total_kv_blocks, card.max_num_seqs, card.max_num_batched_tokens) == (100, 3, 4, 5)
-    assert (card.tool_call_parser, card.reasoning_parser, card.enable_local_indexer) == ("hermes", "basic", True)
+    card = runtime_config(
+        INFO, config, ModelConfig(tool_call_parser="hermes", reasoning_parser="basic"), Role.PREFILL
+    )
+    assert (card.context_length, card.total_kv_blocks, card.max_num_seqs, card.max_num_batched_tokens) == (
+        100,
+        3,
+        4,
+        5,
+    )
+    assert (card.tool_call_parser, card.reasoning_parser, card.enable_local_indexer) == (
+        "hermes",
+        "basic",
+        True,
+    )
     data = {key: json.loads(value) for key, value in card.runtime_data.items()}
     assert data["dynamo_trtllm_schema"] == "2"
     assert data["default_thinking_mode"] == "on"
-    assert data["token_budget"] == {"combined_limit": 100, "reject_prompt_overflow": False, "reject_total_overflow": False}
+    assert data["token_budget"] == {
+        "combined_limit": 100,
+        "reject_prompt_overflow": False,
+        "reject_total_overflow": False,
+    }
 
 
 def test_a_decode_worker_keeps_no_index_of_kv_events() -> None:
@@ -414,23 +461,33 @@ def test_a_decode_worker_keeps_no_index_of_kv_events() -> None:
 
 def test_the_canary_asks_for_one_token_and_a_payload_of_the_user_replaces_it() -> None:
     payload = health_check_payload(RuntimeConfig())
-    assert (payload["_HEALTH_CHECK"], payload["token_ids"], payload["stop_conditions"]["max_tokens"]) == (True, [1], 1)
+    assert (payload["_HEALTH_CHECK"], payload["token_ids"], payload["stop_conditions"]["max_tokens"]) == (
+        True,
+        [1],
+        1,
+    )
     own = health_check_payload(RuntimeConfig(health_check_payload={"token_ids": [4]}))
     assert own == {"_HEALTH_CHECK": True, "token_ids": [4]}
 
 
-def test_what_dynamos_rust_side_reads_from_the_environment_is_set_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_dynamos_rust_side_reads_from_the_environment_is_set_before_joining(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: dict[str, str | None] = {}
 
     def join(*args: Any, **options: Any) -> None:
-        seen.update({name: os.environ.get(name) for name in ("DYN_ENGINE_REQUEST_LIMIT", "DYN_TCP_TLS_INSECURE")})
+        seen.update(
+            {name: os.environ.get(name) for name in ("DYN_ENGINE_REQUEST_LIMIT", "DYN_TCP_TLS_INSECURE")}
+        )
         raise Exception("no etcd")
 
     monkeypatch.setattr(runtime, "create_runtime", join)
     monkeypatch.setenv("DYN_ENGINE_REQUEST_LIMIT", "1")
     monkeypatch.setenv("DYN_TCP_TLS_INSECURE", "1")
     with pytest.raises(StartupError):
-        runtime.connect(RuntimeConfig(environment={"DYN_ENGINE_REQUEST_LIMIT": "9", "DYN_TCP_TLS_INSECURE": None}))
+        runtime.connect(
+            RuntimeConfig(environment={"DYN_ENGINE_REQUEST_LIMIT": "9", "DYN_TCP_TLS_INSECURE": None})
+        )
     assert seen == {"DYN_ENGINE_REQUEST_LIMIT": "9", "DYN_TCP_TLS_INSECURE": None}
 
 
@@ -444,7 +501,9 @@ def test_a_runtime_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.asyncio
-async def test_a_model_is_a_directory_the_demo_or_a_name_that_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_is_a_directory_the_demo_or_a_name_that_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import dynamo.llm
 
     async def fetch(name: str) -> str:
@@ -456,7 +515,9 @@ async def test_a_model_is_a_directory_the_demo_or_a_name_that_is_fetched(tmp_pat
     assert await model_files.resolve_model(str(tmp_path)) == str(tmp_path)
     assert await model_files.resolve_model("demo") == str(model_files.DEMO_DIRECTORY)
     assert await model_files.resolve_model("org/known") == "/cache/known"
-    with pytest.raises(StartupError, match="is neither a directory nor a model that can be fetched") as caught:
+    with pytest.raises(
+        StartupError, match="is neither a directory nor a model that can be fetched"
+    ) as caught:
         await model_files.resolve_model("org/unknown")
     assert "hub.example" not in caught.value.message
     with pytest.raises(StartupError, match="is not a directory on this machine"):
@@ -477,4 +538,7 @@ async def test_an_endpoint_that_cannot_be_served_ends_the_run_in_one_sentence(
     monkeypatch.setattr(FakeEndpoint, "serve_endpoint", refused)
     ended = await outcome(world.run())
     assert isinstance(ended, StartupError)
-    assert str(ended) == "cannot serve dyn://dynamo.tensorrt_llm.generate: Failed to resolve configured TCP RPC host"
+    assert (
+        str(ended)
+        == "cannot serve dyn://dynamo.tensorrt_llm.generate: Failed to resolve configured TCP RPC host"
+    )

@@ -1,4 +1,5 @@
-"""The part of NIXL's Python interface that the transfer uses, inside one process, with faults in any call at any time."""
+"""The part of NIXL's Python interface that the transfer uses, inside one process,
+with faults in any call at any time."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class LibraryError(Exception):
 
 
 class Library:
-    """All agents of the process. `fault(call, act)` makes every agent do `act` in place of that call from then on.
+    """All agents of the process. `fault(call, act)` makes every agent
+    do `act` in place of that call from then on.
 
     Moves end at once, or when `hold` is cleared; what they copy is copied at their end.
     """
@@ -136,7 +138,9 @@ class _Agent:
         ((address, nbytes, _),) = places
         return address, nbytes
 
-    def initialize_xfer(self, operation: str, here: tuple[int, int], there: tuple[int, int], agent: str) -> _Move:
+    def initialize_xfer(
+        self, operation: str, here: tuple[int, int], there: tuple[int, int], agent: str
+    ) -> _Move:
         self._library.enter("initialize_xfer")
         self._library.open_handles += 1
         return _Move(here, there) if operation == "READ" else _Move(there, here)

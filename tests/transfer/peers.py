@@ -1,4 +1,5 @@
-"""What the transfer tests share: a clock that is set by hand, and a real process that offers and fetches on command."""
+"""What the transfer tests share: a clock that is set by hand,
+and a real process that offers and fetches on command."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class PeerProcess:
     def __enter__(self) -> PeerProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.kill()
 
     async def ask(self, command: str, *args: Any) -> Any:
@@ -111,7 +114,9 @@ class _Commands:
     async def fetch(self, descriptor: str) -> str | tuple[int, int]:
         """Smallest and largest byte that arrived, or the name of the error."""
         try:
-            async with await self._transfer.fetch(TransferDescriptor.model_validate_json(descriptor), 30.0) as received:
+            async with await self._transfer.fetch(
+                TransferDescriptor.model_validate_json(descriptor), 30.0
+            ) as received:
                 return int(received.tensors["x"].min()), int(received.tensors["x"].max())
         except WorkerError as error:
             return type(error).__name__

@@ -1,4 +1,5 @@
-"""The allocator: no overlap, no leak, no lost bytes, whatever the order of requests; and waiting for room in it."""
+"""The allocator: no overlap, no leak, no lost bytes, whatever the order of requests;
+and waiting for room in it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ def test_an_outgoing_word_holds_its_generation_until_it_is_sent() -> None:
     board = Board()
     words = [board.post(generation) for generation in range(1, OUTBOX_WORDS + 1)]
     assert board.post(1) is None
-    held = [ctypes.c_int64.from_address(board.outgoing_address(word)).value for word in words if word is not None]
+    held = [
+        ctypes.c_int64.from_address(board.outgoing_address(word)).value for word in words if word is not None
+    ]
     assert held == list(range(1, OUTBOX_WORDS + 1))
     board.sent(0)
     assert board.post(99) == 0

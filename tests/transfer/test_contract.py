@@ -1,4 +1,5 @@
-"""The port's contract, held by every adapter. Both ends are in this process; `test_processes.py` has them in two."""
+"""The port's contract, held by every adapter. Both ends are in this process;
+`test_processes.py` has them in two."""
 
 from __future__ import annotations
 
@@ -116,7 +117,9 @@ class HeldReads:
 
 
 @pytest.mark.asyncio
-async def test_tensors_of_every_dtype_and_shape_arrive_unchanged(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_tensors_of_every_dtype_and_shape_arrive_unchanged(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     tensors = {name: torch.randint(0, 2, (3, 5)).to(getattr(torch, name)) for name in ITEM_BYTES}
     tensors |= {
         "scalar": torch.tensor(2.5),
@@ -131,12 +134,15 @@ async def test_tensors_of_every_dtype_and_shape_arrive_unchanged(sender: PooledT
             assert arrived.dtype == tensor.dtype
             assert arrived.shape == tensor.shape
             assert torch.equal(
-                arrived.view(torch.uint8) if tensor.ndim else arrived, tensor.view(torch.uint8) if tensor.ndim else tensor
+                arrived.view(torch.uint8) if tensor.ndim else arrived,
+                tensor.view(torch.uint8) if tensor.ndim else tensor,
             )
 
 
 @pytest.mark.asyncio
-async def test_tensors_that_are_not_contiguous_arrive_as_they_look(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_tensors_that_are_not_contiguous_arrive_as_they_look(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     tensors = {"transposed": base.t(), "strided": base[:, ::2], "expanded": torch.ones(1, 3).expand(5, 3)}
     offer = await sender.offer(tensors, DEADLINE_S)
@@ -145,7 +151,9 @@ async def test_tensors_that_are_not_contiguous_arrive_as_they_look(sender: Poole
 
 
 @pytest.mark.asyncio
-async def test_the_senders_tensors_may_change_once_they_are_offered(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_the_senders_tensors_may_change_once_they_are_offered(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     tensors = sample(value=1)
     offer = await sender.offer(tensors, DEADLINE_S)
     tensors["x"].fill_(2)
@@ -154,7 +162,9 @@ async def test_the_senders_tensors_may_change_once_they_are_offered(sender: Pool
 
 
 @pytest.mark.asyncio
-async def test_views_hold_the_readers_memory_until_they_are_released(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_views_hold_the_readers_memory_until_they_are_released(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     offer = await sender.offer(sample(), DEADLINE_S)
     received = await reader.fetch(offer.descriptor, DEADLINE_S)
     assert used(reader) > 0
@@ -166,7 +176,9 @@ async def test_views_hold_the_readers_memory_until_they_are_released(sender: Poo
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("how", [{"copy": True}, {"device": "meta"}], ids=["copy", "another device"])
-async def test_copies_hold_no_memory_of_the_pool(sender: PooledTransfer, reader: PooledTransfer, how: dict[str, Any]) -> None:
+async def test_copies_hold_no_memory_of_the_pool(
+    sender: PooledTransfer, reader: PooledTransfer, how: dict[str, Any]
+) -> None:
     offer = await sender.offer(sample(), DEADLINE_S)
     received = await reader.fetch(offer.descriptor, DEADLINE_S, **how)
     assert used(reader) == 0
@@ -184,7 +196,9 @@ async def test_staging_on_the_host_changes_nothing_where_there_is_no_gpu(start: 
 
 
 @pytest.mark.asyncio
-async def test_many_hand_overs_at_once_through_a_small_pool_all_arrive(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_many_hand_overs_at_once_through_a_small_pool_all_arrive(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     async def hand_over(value: int) -> bool:
         offer = await sender.offer(sample(100_000, value), DEADLINE_S)
         async with await reader.fetch(sent(offer.descriptor), DEADLINE_S) as received:
@@ -202,7 +216,9 @@ async def test_many_hand_overs_at_once_through_a_small_pool_all_arrive(sender: P
 @pytest.mark.parametrize(
     "tensors", [{}, {"x": torch.zeros(1, dtype=torch.complex64)}], ids=["nothing", "a dtype that has no name"]
 )
-async def test_what_cannot_be_offered_is_the_callers_mistake(sender: PooledTransfer, tensors: dict[str, torch.Tensor]) -> None:
+async def test_what_cannot_be_offered_is_the_callers_mistake(
+    sender: PooledTransfer, tensors: dict[str, torch.Tensor]
+) -> None:
     with pytest.raises(ValueError, match=r"offer|handed over"):
         await sender.offer(tensors, DEADLINE_S)
     assert used(sender) == 0
@@ -212,7 +228,9 @@ async def test_what_cannot_be_offered_is_the_callers_mistake(sender: PooledTrans
 
 
 @pytest.mark.asyncio
-async def test_the_acknowledgement_frees_the_senders_memory(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_the_acknowledgement_frees_the_senders_memory(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     offer = await sender.offer(sample(), DEADLINE_S)
     assert (used(sender) > 0, offer.state) == (True, OfferState.OPEN)
     (await reader.fetch(offer.descriptor, DEADLINE_S)).release()
@@ -250,7 +268,9 @@ async def test_an_offer_that_nobody_fetches_expires_and_is_set_aside_before_reus
 
 
 @pytest.mark.asyncio
-async def test_a_withdrawn_offer_is_set_aside_until_a_reader_cannot_be_reading(sender: PooledTransfer, clock: FakeClock) -> None:
+async def test_a_withdrawn_offer_is_set_aside_until_a_reader_cannot_be_reading(
+    sender: PooledTransfer, clock: FakeClock
+) -> None:
     async with await sender.offer(sample(), DEADLINE_S) as offer:
         assert offer.state is OfferState.OPEN
     assert offer.state is OfferState.RELEASED
@@ -262,7 +282,9 @@ async def test_a_withdrawn_offer_is_set_aside_until_a_reader_cannot_be_reading(s
 
 
 @pytest.mark.asyncio
-async def test_an_acknowledgement_ends_the_quarantine_at_once(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_an_acknowledgement_ends_the_quarantine_at_once(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     offer = await sender.offer(sample(), DEADLINE_S)
     offer.release()
     assert sender.stats().quarantined_segments == 1
@@ -301,7 +323,9 @@ async def test_waiting_for_a_reader_ends_at_its_deadline(sender: PooledTransfer)
 
 
 @pytest.mark.asyncio
-async def test_a_segment_that_was_used_again_is_never_returned(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_a_segment_that_was_used_again_is_never_returned(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     first = await sender.offer(sample(value=1), DEADLINE_S)
     await acknowledge(reader, first)
     second = await sender.offer(sample(value=2), DEADLINE_S)
@@ -316,7 +340,9 @@ async def test_a_segment_that_was_used_again_is_never_returned(sender: PooledTra
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("end", [0, -8], ids=["header", "trailer"])
-async def test_one_wrong_end_is_enough_to_refuse_a_segment(sender: PooledTransfer, reader: PooledTransfer, end: int) -> None:
+async def test_one_wrong_end_is_enough_to_refuse_a_segment(
+    sender: PooledTransfer, reader: PooledTransfer, end: int
+) -> None:
     offer = await sender.offer(sample(), DEADLINE_S)
     word = offer.descriptor.address + end
     ctypes.memset(word if end >= 0 else word + offer.descriptor.length, 0, 8)
@@ -351,7 +377,9 @@ async def test_a_read_that_was_torn_once_is_repeated(
 
 
 @pytest.mark.asyncio
-async def test_a_full_pool_lets_the_next_offer_wait_for_room(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_a_full_pool_lets_the_next_offer_wait_for_room(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     first = await sender.offer(sample(700_000), DEADLINE_S)
     waiting = asyncio.create_task(sender.offer(sample(700_000, 2), DEADLINE_S))
     await asyncio.sleep(0)
@@ -385,7 +413,9 @@ async def test_a_full_reader_leaves_the_offer_for_another_try(sender: PooledTran
 
 
 @pytest.mark.asyncio
-async def test_a_small_offer_does_not_overtake_a_large_one_that_waits(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_a_small_offer_does_not_overtake_a_large_one_that_waits(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     first = await sender.offer(sample(700_000), DEADLINE_S)
     order: list[str] = []
 
@@ -416,7 +446,9 @@ async def test_a_cancelled_wait_leaves_room_for_those_behind_it(sender: PooledTr
 
 
 @pytest.mark.asyncio
-async def test_an_object_larger_than_the_pool_gets_memory_of_its_own(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_an_object_larger_than_the_pool_gets_memory_of_its_own(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     for value in (1, 2, 3):
         offer = await sender.offer(sample(3 * POOL_BYTES, value), DEADLINE_S)
         assert sender.stats().own_registrations == 1
@@ -493,7 +525,9 @@ async def test_an_unknown_sender_is_unavailable(start: Start, reader: PooledTran
 
 
 @pytest.mark.asyncio
-async def test_a_sender_that_comes_back_under_its_name_works_at_once(start: Start, reader: PooledTransfer) -> None:
+async def test_a_sender_that_comes_back_under_its_name_works_at_once(
+    start: Start, reader: PooledTransfer
+) -> None:
     for value in (1, 2, 3):
         sender = await start(name="encode-0")
         offer = await sender.offer(sample(value=value), DEADLINE_S)
@@ -513,7 +547,9 @@ async def test_another_transport_is_a_peers_fault(sender: PooledTransfer, reader
 
 
 @pytest.mark.asyncio
-async def test_an_address_outside_of_registered_memory_is_a_peers_fault(sender: PooledTransfer, reader: PooledTransfer) -> None:
+async def test_an_address_outside_of_registered_memory_is_a_peers_fault(
+    sender: PooledTransfer, reader: PooledTransfer
+) -> None:
     offer = await sender.offer(sample(), DEADLINE_S)
     wrong = offer.descriptor.model_copy(update={"address": offer.descriptor.address + 2 * POOL_BYTES})
     with pytest.raises(PeerFault, match="not where"):

@@ -1,5 +1,6 @@
-"""Whatever a call of NIXL does (raise, fail, come late, never return): each read ends by itself and in time, the others go on,
-and memory comes back or is counted as lost. The library is replaced by one whose calls can be made to misbehave.
+"""Whatever a call of NIXL does (raise, fail, come late, never return): each read ends by itself and in
+time, the others go on, and memory comes back or is counted as lost. The library is replaced by one whose
+calls can be made to misbehave.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ async def start(library: Library) -> AsyncIterator[Start]:
         yield starter
 
 
-async def fetched(reader: PooledTransfer, sender: PooledTransfer, value: int, deadline_s: float = DEADLINE_S) -> bool:
+async def fetched(
+    reader: PooledTransfer, sender: PooledTransfer, value: int, deadline_s: float = DEADLINE_S
+) -> bool:
     """Hand `value` over: true when it arrived, false when the fetch said in its own words why it did not."""
     offer = await sender.offer({"x": torch.full((NBYTES,), value, dtype=torch.uint8)}, DEADLINE_S)
     try:
@@ -86,7 +89,9 @@ def dead(transfer: PooledTransfer) -> bool:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("call", CALLS)
-async def test_an_error_of_one_call_costs_one_read_at_most(library: Library, start: Start, call: str, late: bool) -> None:
+async def test_an_error_of_one_call_costs_one_read_at_most(
+    library: Library, start: Start, call: str, late: bool
+) -> None:
     sender, other, reader = await start(), await start(), await start()
     assert await fetched(reader, other, 1)
     before, posted = library.calls[call], library.calls["transfer"]
@@ -129,7 +134,9 @@ async def test_a_call_that_never_works_ends_every_read_in_time_and_is_over_when_
 
 
 @pytest.mark.asyncio
-async def test_memory_of_a_read_that_cannot_be_stopped_is_never_used_again_and_is_counted(library: Library, start: Start) -> None:
+async def test_memory_of_a_read_that_cannot_be_stopped_is_never_used_again_and_is_counted(
+    library: Library, start: Start
+) -> None:
     sender, reader = await start(), await start()
     library.hold = True
     library.fault("release_xfer_handle", raising)
@@ -161,7 +168,9 @@ async def test_a_transfer_that_has_lost_most_of_its_memory_says_so(library: Libr
 
 
 @pytest.mark.asyncio
-async def test_a_read_that_the_library_lets_go_of_late_gives_its_memory_back_only_then(library: Library, start: Start) -> None:
+async def test_a_read_that_the_library_lets_go_of_late_gives_its_memory_back_only_then(
+    library: Library, start: Start
+) -> None:
     sender, reader = await start(), await start()
     library.hold = True
     library.fault("release_xfer_handle", raising)
@@ -199,7 +208,9 @@ async def test_a_call_that_does_not_return_is_noticed_and_named_and_holds_up_nob
 
 
 @pytest.mark.asyncio
-async def test_a_thread_that_is_idle_or_busy_is_not_taken_for_one_that_hangs(library: Library, start: Start) -> None:
+async def test_a_thread_that_is_idle_or_busy_is_not_taken_for_one_that_hangs(
+    library: Library, start: Start
+) -> None:
     sender, reader = await start(), await start()
     loop = asyncio.get_running_loop()
     end = loop.time() + 3 * TIME_TO_LIVE_S
@@ -219,7 +230,9 @@ async def test_closing_ends_though_the_library_does_not_return(library: Library,
 
 
 @pytest.mark.asyncio
-async def test_memory_that_is_registered_too_late_for_its_object_is_given_back(library: Library, start: Start) -> None:
+async def test_memory_that_is_registered_too_late_for_its_object_is_given_back(
+    library: Library, start: Start
+) -> None:
     transfer = await start()
     large = {"x": torch.zeros(2 * POOL_BYTES, dtype=torch.uint8)}
     with hanging(library, "register_memory"):

@@ -92,7 +92,9 @@ async def test_a_sender_killed_during_reads_costs_no_memory_and_no_hang(transfer
         await asyncio.wait(fetches, return_when=asyncio.FIRST_COMPLETED)
         peer.kill()
         outcomes = await asyncio.wait_for(asyncio.gather(*fetches, return_exceptions=True), DEADLINE_S)
-    assert all(outcome == value or isinstance(outcome, PeerUnavailable) for value, outcome in enumerate(outcomes))
+    assert all(
+        outcome == value or isinstance(outcome, PeerUnavailable) for value, outcome in enumerate(outcomes)
+    )
     assert transfer.stats().pool_used_bytes == 0
     assert transfer.stats().reads_in_flight == 0
 
@@ -124,7 +126,9 @@ async def test_a_peer_that_restarts_under_its_name_works_at_once(transfer: Poole
 
 
 @pytest.mark.asyncio
-async def test_a_thousand_hand_overs_leave_memory_and_descriptors_where_they_were(transfer: PooledTransfer) -> None:
+async def test_a_thousand_hand_overs_leave_memory_and_descriptors_where_they_were(
+    transfer: PooledTransfer,
+) -> None:
     with PeerProcess(pool_bytes=POOL_BYTES) as peer:
 
         async def hand_over(count: int) -> None:
@@ -170,7 +174,9 @@ async def test_without_nixl_the_start_fails_in_one_sentence(monkeypatch: pytest.
 
 
 @pytest.mark.asyncio
-async def test_without_ucx_the_start_fails_in_one_sentence(transfer: PooledTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_ucx_the_start_fails_in_one_sentence(
+    transfer: PooledTransfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nixl import _api
 
     class NoBackends:

@@ -26,7 +26,9 @@ async def test_a_transfer_has_the_backend_the_memory_and_the_time_to_live_that_w
 @pytest.mark.parametrize("through_host", [True, False])
 def test_staging_on_the_host_is_passed_on(monkeypatch: pytest.MonkeyPatch, through_host: bool) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(pooled, "PooledTransfer", lambda transport, **options: asked.append(options["stage_cuda_on_host"]))
+    monkeypatch.setattr(
+        pooled, "PooledTransfer", lambda transport, **options: asked.append(options["stage_cuda_on_host"])
+    )
     create_transfer(TransferConfig(backend="local", through_host=through_host))
     assert asked == [through_host]
 

@@ -11,11 +11,20 @@ from dynamo.trtllm.utils.layers import Layer, find_value, merge_layers, nested, 
 def test_a_later_layer_changes_only_the_keys_it_names() -> None:
     args, origins = merge_layers(
         [
-            Layer("file", {"kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.3}, "dtype": "auto"}),
+            Layer(
+                "file",
+                {
+                    "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.3},
+                    "dtype": "auto",
+                },
+            ),
             Layer("override", {"kv_cache_config": {"free_gpu_memory_fraction": 0.5}}),
         ]
     )
-    assert args == {"kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.5}, "dtype": "auto"}
+    assert args == {
+        "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.5},
+        "dtype": "auto",
+    }
     assert origins == {
         "kv_cache_config.enable_block_reuse": "file",
         "kv_cache_config.free_gpu_memory_fraction": "override",
@@ -37,12 +46,17 @@ def test_a_later_layer_changes_only_the_keys_it_names() -> None:
 def test_a_value_replaces_a_mapping_and_a_mapping_replaces_a_value(
     over: dict[str, object], args: dict[str, object], origins: dict[str, str]
 ) -> None:
-    assert merge_layers([Layer("under", {"a": {"b": {"c": 1}, "d": 2}}), Layer("over", over)]) == (args, origins)
+    assert merge_layers([Layer("under", {"a": {"b": {"c": 1}, "d": 2}}), Layer("over", over)]) == (
+        args,
+        origins,
+    )
 
 
 def test_an_empty_mapping_is_kept_with_its_origin_until_something_fills_it() -> None:
     assert merge_layers([Layer("file", {"moe_config": {}})]) == ({"moe_config": {}}, {"moe_config": "file"})
-    filled = merge_layers([Layer("file", {"moe_config": {}}), Layer("override", {"moe_config": {"backend": "CUTLASS"}})])
+    filled = merge_layers(
+        [Layer("file", {"moe_config": {}}), Layer("override", {"moe_config": {"backend": "CUTLASS"}})]
+    )
     assert filled == ({"moe_config": {"backend": "CUTLASS"}}, {"moe_config.backend": "override"})
 
 
@@ -61,13 +75,19 @@ _TREES = st.recursive(
 
 
 @given(st.lists(_TREES, max_size=4))
-def test_every_merged_value_has_exactly_one_origin_that_really_said_it(trees: list[dict[str, object]]) -> None:
+def test_every_merged_value_has_exactly_one_origin_that_really_said_it(
+    trees: list[dict[str, object]],
+) -> None:
     args, origins = merge_layers([Layer(str(number), tree) for number, tree in enumerate(trees)])
 
     def leaves(tree: dict[str, object], path: str = "") -> dict[str, object]:
         found: dict[str, object] = {}
         for key, value in tree.items():
-            found.update(leaves(value, f"{path}{key}.") if isinstance(value, dict) and value else {f"{path}{key}": value})
+            found.update(
+                leaves(value, f"{path}{key}.")
+                if isinstance(value, dict) and value
+                else {f"{path}{key}": value}
+            )
         return found
 
     assert set(leaves(args)) == set(origins)
@@ -99,7 +119,10 @@ def test_a_dotted_name_is_a_path_through_mappings() -> None:
 )
 def test_dotted_flags_infer_the_type_of_their_value(text: str, value: object) -> None:
     for arguments in (["--trtllm.a.b", text], [f"--trtllm.a.b={text}"]):
-        assert split_dotted(["--x", *arguments, "y"]) == (["--x", "y"], [Layer("--trtllm.a.b", {"a": {"b": value}})])
+        assert split_dotted(["--x", *arguments, "y"]) == (
+            ["--x", "y"],
+            [Layer("--trtllm.a.b", {"a": {"b": value}})],
+        )
 
 
 @pytest.mark.parametrize("arguments", [["--trtllm.a.b"], ["--trtllm.a.b", "--model-path"]])

@@ -51,9 +51,17 @@ KINDS = ("image", "video", "audio")
 FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--model-path", "m"], lambda c: (c.model.path, c.model.name, c.engine.model_path), ("m", "m", "m")),
     (["--model", "m"], lambda c: c.model.path, "m"),
-    (["--served-model-name", "a, b c"], lambda c: (c.model.served_names, c.model.name), (("a", "b", "c"), "a")),
+    (
+        ["--served-model-name", "a, b c"],
+        lambda c: (c.model.served_names, c.model.name),
+        (("a", "b", "c"), "a"),
+    ),
     (["--served-model-name", ""], lambda c: c.model.served_names, ()),
-    (["--modality", "multimodal"], lambda c: (c.model.modality, c.engine.modality), (Modality.MULTIMODAL,) * 2),
+    (
+        ["--modality", "multimodal"],
+        lambda c: (c.model.modality, c.engine.modality),
+        (Modality.MULTIMODAL,) * 2,
+    ),
     (["--enable-multimodal"], lambda c: c.model.modality, Modality.MULTIMODAL),
     (["--enable-multimodal", "--modality", "multimodal"], lambda c: c.model.modality, Modality.MULTIMODAL),
     (["--disaggregation-mode", "prefill_and_decode"], lambda c: c.role, Role.AGGREGATED),
@@ -66,7 +74,11 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
         lambda c: (c.runtime.endpoint, c.model.modality),
         ("dyn://dynamo.tensorrt_llm_encode.generate", Modality.MULTIMODAL),
     ),
-    (["--namespace", "n"], lambda c: (c.runtime.namespace, c.runtime.endpoint), ("n", "dyn://n.tensorrt_llm.generate")),
+    (
+        ["--namespace", "n"],
+        lambda c: (c.runtime.namespace, c.runtime.endpoint),
+        ("n", "dyn://n.tensorrt_llm.generate"),
+    ),
     (["--endpoint", "x.y.z"], lambda c: (c.runtime.namespace, c.runtime.endpoint), ("x", "dyn://x.y.z")),
     (WITH_ENCODER, lambda c: c.peers.encode_endpoint, "dyn://dynamo.tensorrt_llm_encode.generate"),
     ([*WITH_ENCODER, *PREFILL, "--encode-fallback"], lambda c: c.peers.encode_fallback, True),
@@ -84,10 +96,22 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
         ("transformers", "cuda:1"),
     ),
     (["--engine", "transformers", "--torch-threads", "3"], lambda c: c.engine.torch_threads, 3),
-    (["--publish-events-and-metrics"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (True, True)),
+    (
+        ["--publish-events-and-metrics"],
+        lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics),
+        (True, True),
+    ),
     (["--publish-metrics"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (False, True)),
-    (["--publish-kv-events"], lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics), (True, False)),
-    (["--allowed-local-media-path", "/"], lambda c: (c.media.allowed_local_path, c.media.local_files), (Path("/"), True)),
+    (
+        ["--publish-kv-events"],
+        lambda c: (c.engine.publish_kv_events, c.engine.publish_metrics),
+        (True, False),
+    ),
+    (
+        ["--allowed-local-media-path", "/"],
+        lambda c: (c.media.allowed_local_path, c.media.local_files),
+        (Path("/"), True),
+    ),
     (["--max-file-size-mb", "2"], lambda c: c.media.max_file_bytes, 2 * MIB),
     (["--max-file-size-mb", "500"], lambda c: c.media.max_request_bytes, 500 * MIB),
     (["--max-images", "3"], lambda c: c.media.max_images, 3),
@@ -111,7 +135,11 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--media-fetch-timeout", "0.5"], lambda c: c.media.fetch_timeout_s, 0.5),
     (["--max-media-fetches", "2"], lambda c: c.media.max_fetches, 2),
     (["--max-media-fetches", "2"], lambda c: c.media.fetches_per_host, 1),
-    (["--max-media-fetches-per-host", "3"], lambda c: (c.media.fetches_per_host, c.media.max_fetches), (3, 64)),
+    (
+        ["--max-media-fetches-per-host", "3"],
+        lambda c: (c.media.fetches_per_host, c.media.max_fetches),
+        (3, 64),
+    ),
     (["--media-cache-mb", "0"], lambda c: c.media.cache_bytes, 0),
     (["--multimodal-embedding-cache-capacity-gb", "1"], lambda c: c.media.cache_bytes, 1 << 30),
     (["--discovery-backend", "file"], lambda c: c.runtime.discovery_backend, "file"),
@@ -120,14 +148,22 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
     (["--event-plane", "zmq"], lambda c: c.runtime.event_plane, "zmq"),
     (["--response-plane", "quic"], lambda c: c.runtime.response_plane, "quic"),
     (["--endpoint-types", "chat"], lambda c: c.runtime.endpoint_types, ("chat",)),
-    (["--dyn-endpoint-types", "completions,chat"], lambda c: c.runtime.endpoint_types, ("completions", "chat")),
+    (
+        ["--dyn-endpoint-types", "completions,chat"],
+        lambda c: c.runtime.endpoint_types,
+        ("completions", "chat"),
+    ),
     (["--endpoint-types", "none"], lambda c: c.runtime.endpoint_types, ()),
     (["--enable-local-indexer", "false"], lambda c: c.runtime.enable_local_indexer, False),
     (["--dyn-tool-call-parser", "hermes"], lambda c: c.model.tool_call_parser, "hermes"),
     (["--dyn-reasoning-parser", "qwen3"], lambda c: c.model.reasoning_parser, "qwen3"),
     (["--dyn-default-thinking-mode", "disabled"], lambda c: c.runtime.default_thinking_mode, "disabled"),
     (["--dyn-structural-tag", "false"], lambda c: c.runtime.structural_tag, None),
-    (["--health-check-payload", '{"token_ids": [1]}'], lambda c: c.runtime.health_check_payload, {"token_ids": [1]}),
+    (
+        ["--health-check-payload", '{"token_ids": [1]}'],
+        lambda c: c.runtime.health_check_payload,
+        {"token_ids": [1]},
+    ),
     (["--kv-state-endpoint", "a.b.c"], lambda c: c.runtime.kv_state_endpoint, "a.b.c"),
     (["--dump-config-to", "f"], lambda c: c.runtime.dump_config_to, "f"),
     (["--use-nixl-connect", "--migration-limit", "3"], lambda c: c.role, Role.AGGREGATED),
@@ -135,7 +171,9 @@ FIELDS: list[tuple[list[str], Callable[[WorkerConfig], Any], Any]] = [
 
 
 @pytest.mark.parametrize(("arguments", "field", "value"), FIELDS, ids=[" ".join(case[0]) for case in FIELDS])
-def test_each_flag_lands_in_its_field(arguments: list[str], field: Callable[[WorkerConfig], Any], value: object) -> None:
+def test_each_flag_lands_in_its_field(
+    arguments: list[str], field: Callable[[WorkerConfig], Any], value: object
+) -> None:
     assert field(parse_args(arguments)) == value
 
 
@@ -178,10 +216,15 @@ def test_each_engine_flag_and_its_variable_land_under_tensorrt_llms_name(
 def test_switches_among_the_engine_arguments_have_a_negative_form() -> None:
     assert parse_args(["--enable-attention-dp"]).engine.args["enable_attention_dp"] is True
     config = parse_args(["--no-enable-attention-dp", "--trust-remote-code"])
-    assert (config.engine.args["enable_attention_dp"], config.engine.args["trust_remote_code"]) == (False, True)
+    assert (config.engine.args["enable_attention_dp"], config.engine.args["trust_remote_code"]) == (
+        False,
+        True,
+    )
 
 
-def test_the_five_sources_of_engine_arguments_win_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_five_sources_of_engine_arguments_win_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "agg.yaml"
     path.write_text("kv_cache_config:\n  free_gpu_memory_fraction: 0.2\n  enable_block_reuse: false\n")
     name = "kv_cache_config.free_gpu_memory_fraction"
@@ -226,12 +269,21 @@ def test_a_file_is_found_from_the_current_directory(tmp_path: Path, monkeypatch:
         ("MODEL_PATH", "m", lambda c: c.model.path, "m"),
         ("SERVED_MODEL_NAME", "n", lambda c: c.model.name, "n"),
         ("MODALITY", "multimodal", lambda c: c.model.modality, Modality.MULTIMODAL),
-        ("ALLOWED_LOCAL_MEDIA_PATH", "/", lambda c: (c.media.allowed_local_path, c.media.local_files), (Path("/"), True)),
+        (
+            "ALLOWED_LOCAL_MEDIA_PATH",
+            "/",
+            lambda c: (c.media.allowed_local_path, c.media.local_files),
+            (Path("/"), True),
+        ),
         ("MAX_FILE_SIZE_MB", "7", lambda c: c.media.max_file_bytes, 7 * MIB),
     ],
 )
 def test_the_guides_plain_variables_are_a_fallback(
-    plain: str, text: str, field: Callable[[WorkerConfig], Any], value: object, monkeypatch: pytest.MonkeyPatch
+    plain: str,
+    text: str,
+    field: Callable[[WorkerConfig], Any],
+    value: object,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(plain, text)
     assert field(parse_args([])) == value
@@ -258,15 +310,21 @@ def test_a_stronger_source_settles_what_two_names_of_one_thing_say(monkeypatch: 
 
 
 @pytest.mark.parametrize("role", ["decode", "encode"])
-def test_a_plain_variable_that_a_role_has_no_use_for_is_ignored(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_variable_that_a_role_has_no_use_for_is_ignored(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ENCODE_ENDPOINT", "nonsense")
     invocation = parse(["--disaggregation-mode", role])
     assert (invocation.config.peers.encode_endpoint, invocation.notes) == (None, ())
 
 
-def test_a_prefixed_variable_that_a_role_has_no_use_for_is_ignored_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefixed_variable_that_a_role_has_no_use_for_is_ignored_with_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("DYN_TRTLLM_ENCODE_ENDPOINT", "dynamo.encode.generate")
-    assert parse(DECODE).notes == ("a decode worker has no use for DYN_TRTLLM_ENCODE_ENDPOINT, so it is ignored",)
+    assert parse(DECODE).notes == (
+        "a decode worker has no use for DYN_TRTLLM_ENCODE_ENDPOINT, so it is ignored",
+    )
     assert parse([]).notes == ("a text worker has no use for DYN_TRTLLM_ENCODE_ENDPOINT, so it is ignored",)
     multimodal = parse(["--modality", "multimodal"])
     assert (multimodal.config.peers.encode_endpoint, multimodal.notes) == ("dyn://dynamo.encode.generate", ())
@@ -279,7 +337,10 @@ def test_a_misspelled_variable_is_noted(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_flags_that_do_nothing_any_more_are_noted() -> None:
     notes = parse(["--use-nixl-connect", "--migration-limit", "2"]).notes
-    assert [note.partition(" is deprecated: ")[0] for note in notes] == ["--use-nixl-connect", "--migration-limit"]
+    assert [note.partition(" is deprecated: ")[0] for note in notes] == [
+        "--use-nixl-connect",
+        "--migration-limit",
+    ]
 
 
 def test_media_flags_on_a_text_worker_are_noted() -> None:
@@ -300,14 +361,20 @@ def test_other_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     invocation = parse([])
     config = invocation.config
     assert (config.media.allow_internal, config.runtime.push_egress) == (True, False)
-    assert (config.runtime.discovery_backend, config.runtime.endpoint) == ("mem", "dyn://a-b.tensorrt_llm.generate")
+    assert (config.runtime.discovery_backend, config.runtime.endpoint) == (
+        "mem",
+        "dyn://a-b.tensorrt_llm.generate",
+    )
     assert (config.runtime.enable_local_indexer, invocation.notes) == (False, ())
 
 
 RUST_SIDE = [
     (["--engine-request-limit", "9"], {"DYN_ENGINE_REQUEST_LIMIT": "9"}),
     (["--response-plane", "quic"], {"DYN_RESPONSE_PLANE": "quic"}),
-    (["--tcp-tls-cert-path", "/c", "--tcp-tls-key-path", "/k"], {"DYN_TCP_TLS_CERT_PATH": "/c", "DYN_TCP_TLS_KEY_PATH": "/k"}),
+    (
+        ["--tcp-tls-cert-path", "/c", "--tcp-tls-key-path", "/k"],
+        {"DYN_TCP_TLS_CERT_PATH": "/c", "DYN_TCP_TLS_KEY_PATH": "/k"},
+    ),
     (["--nats-tls-ca-cert-path", "/ca"], {"NATS_TLS_CA_CERT_PATH": "/ca"}),
 ]
 
@@ -326,7 +393,10 @@ def test_parsing_leaves_the_environment_as_it_is_and_names_what_dynamos_rust_sid
 def test_a_variable_that_a_flag_turns_off_is_named_to_be_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_TCP_TLS_INSECURE", "true")
     config = parse_args(["--no-tcp-tls-insecure"])
-    assert (config.runtime.environment["DYN_TCP_TLS_INSECURE"], os.environ["DYN_TCP_TLS_INSECURE"]) == (None, "true")
+    assert (config.runtime.environment["DYN_TCP_TLS_INSECURE"], os.environ["DYN_TCP_TLS_INSECURE"]) == (
+        None,
+        "true",
+    )
 
 
 def test_the_configuration_is_written_where_it_was_asked_for(tmp_path: Path) -> None:
@@ -334,13 +404,19 @@ def test_the_configuration_is_written_where_it_was_asked_for(tmp_path: Path) -> 
     path = tmp_path / "config.json"
     write_config(parse_args(["--dump-config-to", str(path), "--max-batch-size", "3", "--model-path", "m"]))
     written = json.loads(path.read_text())
-    assert (written["model"]["path"], written["role"], written["engine"]["args"]["max_batch_size"]) == ("m", "agg", 3)
+    assert (written["model"]["path"], written["role"], written["engine"]["args"]["max_batch_size"]) == (
+        "m",
+        "agg",
+        3,
+    )
     with pytest.raises(StartupError, match=r"^the file of --dump-config-to cannot be written"):
         write_config(parse_args(["--dump-config-to", str(tmp_path / "none" / "config.json")]))
 
 
 def test_a_script_for_the_double_is_no_engine_argument() -> None:
-    config = parse_args(["--engine", "double", "--override-engine-args", '{"double": {"delay_s": 1}, "max_batch_size": 2}'])
+    config = parse_args(
+        ["--engine", "double", "--override-engine-args", '{"double": {"delay_s": 1}, "max_batch_size": 2}']
+    )
     assert config.engine.double_script == {"delay_s": 1}
     assert "double" not in config.engine.args
     assert config.engine.args["max_batch_size"] == 2
@@ -349,18 +425,34 @@ def test_a_script_for_the_double_is_no_engine_argument() -> None:
 def test_check_options_are_read_beside_the_configuration(tmp_path: Path) -> None:
     assert parse([]).check is None
     assert parse(["--check"]).check == CheckOptions()
-    arguments = [*PREFILL, "--check", "--against", str(tmp_path / "d.yaml"), "--engine-report", "--live", "--gpu-memory-gb", "80"]
-    assert parse(arguments).check == CheckOptions(against=tmp_path / "d.yaml", engine_report=True, live=True, gpu_memory_gb=80.0)
+    arguments = [
+        *PREFILL,
+        "--check",
+        "--against",
+        str(tmp_path / "d.yaml"),
+        "--engine-report",
+        "--live",
+        "--gpu-memory-gb",
+        "80",
+    ]
+    assert parse(arguments).check == CheckOptions(
+        against=tmp_path / "d.yaml", engine_report=True, live=True, gpu_memory_gb=80.0
+    )
 
 
 def test_a_jinja_template_is_expanded_and_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.jinja").write_text("x")
     monkeypatch.setenv("TEMPLATES", str(tmp_path))
-    assert parse_args(["--custom-jinja-template", "$TEMPLATES/t.jinja"]).model.custom_jinja_template == str(tmp_path / "t.jinja")
+    assert parse_args(["--custom-jinja-template", "$TEMPLATES/t.jinja"]).model.custom_jinja_template == str(
+        tmp_path / "t.jinja"
+    )
 
 
 CONTRADICTIONS = [
-    (["--model", "a", "--model-path", "b"], "--model and --model-path contradict each other: keep one of them"),
+    (
+        ["--model", "a", "--model-path", "b"],
+        "--model and --model-path contradict each other: keep one of them",
+    ),
     (
         ["--trust-remote-code", "--no-trust-remote-code"],
         "--trust-remote-code and --no-trust-remote-code contradict each other: keep one of them",
@@ -379,7 +471,10 @@ CONTRADICTIONS = [
     ),
     (
         ["--trtllm.max_batch_size", "2", "--override-engine-args", '{"max_batch_size": 3}'],
-        "--override-engine-args and --trtllm.max_batch_size exclude each other: write all overrides in one of the two ways",
+        (
+            "--override-engine-args and --trtllm.max_batch_size exclude each other: "
+            "write all overrides in one of the two ways"
+        ),
     ),
     (
         ["--max-file-size-mb", "60", "--max-request-media-mb", "40"],
@@ -402,7 +497,9 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), CONTRADICTIONS, ids=[" ".join(case[0]) for case in CONTRADICTIONS])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), CONTRADICTIONS, ids=[" ".join(case[0]) for case in CONTRADICTIONS]
+)
 def test_flags_that_contradict_each_other_end_the_start(arguments: list[str], sentence: str) -> None:
     assert refusal(arguments) == sentence
 
@@ -438,14 +535,29 @@ def test_a_flag_that_a_role_has_no_use_for_is_ignored_with_a_note_and_changes_no
 @pytest.mark.parametrize(
     ("arguments", "note"),
     [
-        (["--encode-fallback"], "a worker without --encode-endpoint has no use for --encode-fallback, so it is ignored"),
+        (
+            ["--encode-fallback"],
+            "a worker without --encode-endpoint has no use for --encode-fallback, so it is ignored",
+        ),
         (
             ["--transfer-through-host"],
-            "an aggregated worker without --encode-endpoint has no use for --transfer-through-host, so it is ignored",
+            (
+                "an aggregated worker without --encode-endpoint has no use "
+                "for --transfer-through-host, so it is ignored"
+            ),
         ),
-        ([*ENCODE, "--modality", "text"], "an encode worker is multimodal by itself, so --modality is ignored"),
-        ([*ENCODE, "--publish-kv-events"], "an encode worker has no use for --publish-kv-events, so it is ignored"),
-        ([*DECODE, "--encode-fallback"], "a decode worker has no use for --encode-fallback, so it is ignored"),
+        (
+            [*ENCODE, "--modality", "text"],
+            "an encode worker is multimodal by itself, so --modality is ignored",
+        ),
+        (
+            [*ENCODE, "--publish-kv-events"],
+            "an encode worker has no use for --publish-kv-events, so it is ignored",
+        ),
+        (
+            [*DECODE, "--encode-fallback"],
+            "a decode worker has no use for --encode-fallback, so it is ignored",
+        ),
     ],
 )
 def test_a_switch_that_a_role_has_no_use_for_is_ignored_with_a_note(arguments: list[str], note: str) -> None:
@@ -459,9 +571,13 @@ def test_with_an_encoder_its_flags_are_used_and_nothing_is_noted() -> None:
     assert invocation.config.transfer.pool_bytes == 5 << 20
 
 
-@pytest.mark.parametrize(("engine", "flag", "text"), [("tensorrt_llm", "--device", "cpu"), ("double", "--torch-threads", "1")])
+@pytest.mark.parametrize(
+    ("engine", "flag", "text"), [("tensorrt_llm", "--device", "cpu"), ("double", "--torch-threads", "1")]
+)
 def test_a_flag_of_another_engine_ends_the_start(engine: str, flag: str, text: str) -> None:
-    assert refusal(["--engine", engine, flag, text]).startswith(f"--engine {engine} has no use for {flag}, which is for")
+    assert refusal(["--engine", engine, flag, text]).startswith(
+        f"--engine {engine} has no use for {flag}, which is for"
+    )
 
 
 @pytest.mark.parametrize("variable", ["DYN_SYSTEM_PORT", "DYN_TCP_RPC_PORT", "DYN_TCP_RESPONSE_STREAM_PORT"])
@@ -494,7 +610,10 @@ BAD = [
     (["--max-batch-size", "0"], "--max-batch-size must be a whole number of at least 1, not '0'"),
     (["--max-batch-size", "many"], "--max-batch-size must be a whole number of at least 1, not 'many'"),
     (["--max-batch-size", "-1"], "--max-batch-size must be a whole number of at least 1, not '-1'"),
-    (["--free-gpu-memory-fraction", "1.5"], "--free-gpu-memory-fraction must be a fraction above 0 and at most 1, not '1.5'"),
+    (
+        ["--free-gpu-memory-fraction", "1.5"],
+        "--free-gpu-memory-fraction must be a fraction above 0 and at most 1, not '1.5'",
+    ),
     (["--max-file-size-mb", "nan"], "--max-file-size-mb must be a size in MB above 0, not 'nan'"),
     (["--media-cache-mb", "-1"], "--media-cache-mb must be a size in MB, or 0 to turn it off, not '-1'"),
     *[
@@ -505,18 +624,28 @@ BAD = [
         )
         for text in (
             *("image", "image=", "image=-1", "image=x", "=3", "image=1.5", "image=1,image=2", "{}", "[1]"),
-            *('{"image": "1"}', '{"image": true}', '{"video": {"count": 1, "num_frames": 8}}', "image=99999999999"),
+            *(
+                '{"image": "1"}',
+                '{"image": true}',
+                '{"video": {"count": 1, "num_frames": 8}}',
+                "image=99999999999",
+            ),
         )
     ],
     *[
         (
             ["--allowed-media-domains", text],
-            "--allowed-media-domains must be names of hosts without scheme, port and path, with a comma between two, "
-            f"not {text!r}",
+            (
+                "--allowed-media-domains must be names of hosts without scheme, "
+                f"port and path, with a comma between two, not {text!r}"
+            ),
         )
         for text in ("https://a.org", "a.org/x", "a.org:80", "*", "a.*", ",", "u@a.org", "[::1")
     ],
-    (["--media-fetch-timeout", "inf"], "--media-fetch-timeout must be a number of seconds above 0, not 'inf'"),
+    (
+        ["--media-fetch-timeout", "inf"],
+        "--media-fetch-timeout must be a number of seconds above 0, not 'inf'",
+    ),
     (["--modality", "video_diffusion"], "--modality must be text or multimodal, not 'video_diffusion'"),
     (["--engine", "vllm"], "--engine must be tensorrt_llm, transformers or double, not 'vllm'"),
     (["--load-format", "gms"], "--load-format must be auto, dummy or vision_only, not 'gms'"),
@@ -541,19 +670,28 @@ BAD = [
         ["--endpoint-types", "embedding"],
         "--endpoint-types must be chat, completions, both with a comma, or none, not 'embedding'",
     ),
-    (["--health-check-payload", "@/none"], "--health-check-payload must be a JSON object, or @FILE with one in it"),
+    (
+        ["--health-check-payload", "@/none"],
+        "--health-check-payload must be a JSON object, or @FILE with one in it",
+    ),
     (
         ["--custom-jinja-template", "/none"],
         "the file of --custom-jinja-template does not exist: give the path of a Jinja template",
     ),
     (["--connector", "kvbm"], "--connector must be none: this worker has no KV cache connector"),
-    (["--output-modalities", "image"], "--output-modalities must be text: this worker generates nothing else"),
+    (
+        ["--output-modalities", "image"],
+        "--output-modalities must be text: this worker generates nothing else",
+    ),
     (["--fpm-trace"], "--fpm-trace is not available in this worker: remove it"),
     (
         ["--multimodal-embedding-cache-publisher"],
         "--multimodal-embedding-cache-publisher is not available in this worker: remove it",
     ),
-    (["--max-batchsize", "3"], "--max-batchsize is not a flag of this worker: did you mean --max-batch-size?"),
+    (
+        ["--max-batchsize", "3"],
+        "--max-batchsize is not a flag of this worker: did you mean --max-batch-size?",
+    ),
     (["--zzz"], "--zzz is not a flag of this worker: --help lists every flag"),
     (["--model", "a", "b"], "the argument 'b' belongs to no flag: remove it, or write the flag before it"),
     (
@@ -568,8 +706,10 @@ BAD = [
     ),
     (
         ["--router-kv-overlap-score-weight", "2"],
-        "--router-kv-overlap-score-weight is a flag of Dynamo's own component that this worker does not have: "
-        "set routing on the frontend",
+        (
+            "--router-kv-overlap-score-weight is a flag of Dynamo's own component "
+            "that this worker does not have: set routing on the frontend"
+        ),
     ),
     (["--max-batch-size"], "--max-batch-size: expected one argument (--help lists every flag)"),
     (
@@ -581,7 +721,10 @@ BAD = [
         "the engine argument double is a mapping for --engine double: remove it, or choose that engine",
     ),
     (["--trtllm.model", "x"], "the engine argument model (--trtllm.model) is set by --model-path: remove it"),
-    ([*ENCODE, "--check", "--against", "x"], "an encode worker has no other side for --against: it compares prefill with decode"),
+    (
+        [*ENCODE, "--check", "--against", "x"],
+        "an encode worker has no other side for --against: it compares prefill with decode",
+    ),
     *(
         ([flag, "1e308"], f"{flag} must be a {wanted}, not '1e308'")
         for flag, wanted in (
@@ -600,47 +743,72 @@ BAD = [
         ["--allowed-local-media-path", "~no-such-user/x"],
         "--allowed-local-media-path must be a directory that exists, not '~no-such-user/x'",
     ),
-    (["--allowed-local-media-path", LONG], f"--allowed-local-media-path must be a directory that exists, not '{LONG[:77]}...'"),
+    (
+        ["--allowed-local-media-path", LONG],
+        f"--allowed-local-media-path must be a directory that exists, not '{LONG[:77]}...'",
+    ),
     (["--extra-engine-args", "~no-such-user/x"], "--extra-engine-args must be a file, not '~no-such-user/x'"),
-    (["--extra-engine-args", LONG], f"the engine configuration {LONG} cannot be read: give the path of a YAML file"),
+    (
+        ["--extra-engine-args", LONG],
+        f"the engine configuration {LONG} cannot be read: give the path of a YAML file",
+    ),
     (
         ["--model", LONG],
-        f"--model must be a directory that can be looked into, a Hugging Face name, or the word demo, not '{LONG[:77]}...'",
+        (
+            "--model must be a directory that can be looked into, a Hugging Face name, "
+            f"or the word demo, not '{LONG[:77]}...'"
+        ),
     ),
     (["--served-model-name", "\udcff"], "--served-model-name must be one or more names, not '\\udcff'"),
     (["--dump-config-to", "/no-such/x"], NO_DUMP),
     (["--dump-config-to", "/"], NO_DUMP),
     (["--dump-config-to", LONG], NO_DUMP),
-    (["--health-check-payload", "@/dev/zero"], "--health-check-payload must be a JSON object, or @FILE with one in it"),
+    (
+        ["--health-check-payload", "@/dev/zero"],
+        "--health-check-payload must be a JSON object, or @FILE with one in it",
+    ),
     (
         ["--namespace", "a b"],
         "--namespace (DYN_NAMESPACE) must be a word without spaces, dots and slashes, not 'a b'",
     ),
-    (["--check", "--against", "x"], "an aggregated worker has no other side for --against: it compares prefill with decode"),
+    (
+        ["--check", "--against", "x"],
+        "an aggregated worker has no other side for --against: it compares prefill with decode",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=[" ".join(case[0])[:80] for case in BAD])
-def test_a_bad_value_or_an_unknown_flag_ends_the_start_with_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_a_bad_value_or_an_unknown_flag_ends_the_start_with_one_sentence(
+    arguments: list[str], sentence: str
+) -> None:
     assert refusal(arguments) == sentence
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "sentence"),
     [
-        ("DYN_TRTLLM_MAX_BATCH_SIZE", "x", "DYN_TRTLLM_MAX_BATCH_SIZE must be a whole number of at least 1, not 'x'"),
+        (
+            "DYN_TRTLLM_MAX_BATCH_SIZE",
+            "x",
+            "DYN_TRTLLM_MAX_BATCH_SIZE must be a whole number of at least 1, not 'x'",
+        ),
         ("MODALITY", "video", "MODALITY must be text or multimodal, not 'video'"),
         ("DYN_MM_ALLOW_INTERNAL", "maybe", "DYN_MM_ALLOW_INTERNAL must be true or false, not 'maybe'"),
         ("DYN_REQUEST_PLANE", "http", "DYN_REQUEST_PLANE must be one of tcp, nats, not 'http'"),
         ("DYN_STORE_KV", "disk", "DYN_STORE_KV must be etcd, file or mem, not 'disk'"),
     ],
 )
-def test_a_bad_variable_is_named(variable: str, text: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_variable_is_named(
+    variable: str, text: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, text)
     assert refusal([]) == sentence
 
 
-@pytest.mark.parametrize("variable", ["DYN_ENGINE_REQUEST_LIMIT", "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB"])
+@pytest.mark.parametrize(
+    "variable", ["DYN_ENGINE_REQUEST_LIMIT", "DYN_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB"]
+)
 def test_a_bad_variable_of_dynamos_own_ends_the_start(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "x")
     assert refusal([]) == f"{variable} has a value of the wrong kind: --help says which it takes"
@@ -718,7 +886,9 @@ except SystemExit as end:
 
 
 def run_blocked(flag: str) -> str:
-    result = subprocess.run([sys.executable, "-c", BLOCKED_START, flag], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", BLOCKED_START, flag], capture_output=True, text=True, check=True, timeout=60
+    )
     assert result.stderr == ""
     return result.stdout
 
@@ -726,8 +896,16 @@ def run_blocked(flag: str) -> str:
 def test_help_lists_every_flag_without_importing_an_engine_torch_or_nixl() -> None:
     printed = run_blocked("--help")
     words = set(printed.replace(",", " ").split())
-    assert not [flag for flag in [*SEED_FLAGS, *FLAGS, "--discovery-backend", "--event-plane"] if flag not in words]
-    assert {"--model", "--publish-kv-events", "--enable-multimodal", "--no-publish-metrics", "DYN_TRTLLM_MODEL_PATH"} <= words
+    assert not [
+        flag for flag in [*SEED_FLAGS, *FLAGS, "--discovery-backend", "--event-plane"] if flag not in words
+    ]
+    assert {
+        "--model",
+        "--publish-kv-events",
+        "--enable-multimodal",
+        "--no-publish-metrics",
+        "DYN_TRTLLM_MODEL_PATH",
+    } <= words
     assert printed.splitlines()[-1].startswith("exit 0 ")
 
 

@@ -20,21 +20,41 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path: Path) -> None:
     [
         ("a: [1\n", "the engine configuration bad.yaml is not YAML at line 2: correct it"),
         ("- a\n- b\n", "the engine configuration bad.yaml must hold a mapping of engine arguments"),
-        ("a: 1\nb:\n  c: 1\n  c: 2\n", "bad.yaml names the key c twice in the mapping at line 3: keep one of them"),
-        ("!!python/object/apply:os.getcwd []\n", "the engine configuration bad.yaml is not YAML at line 1: correct it"),
-        ("a: !!bool maybe\n", "the engine configuration bad.yaml holds a value that YAML cannot read: correct it"),
-        (f"a: {'9' * 5000}\n", "the engine configuration bad.yaml holds a value that YAML cannot read: correct it"),
-        (f"a: {'[' * 2000}{']' * 2000}\n", "the engine configuration bad.yaml is nested too deeply: correct it"),
+        (
+            "a: 1\nb:\n  c: 1\n  c: 2\n",
+            "bad.yaml names the key c twice in the mapping at line 3: keep one of them",
+        ),
+        (
+            "!!python/object/apply:os.getcwd []\n",
+            "the engine configuration bad.yaml is not YAML at line 1: correct it",
+        ),
+        (
+            "a: !!bool maybe\n",
+            "the engine configuration bad.yaml holds a value that YAML cannot read: correct it",
+        ),
+        (
+            f"a: {'9' * 5000}\n",
+            "the engine configuration bad.yaml holds a value that YAML cannot read: correct it",
+        ),
+        (
+            f"a: {'[' * 2000}{']' * 2000}\n",
+            "the engine configuration bad.yaml is nested too deeply: correct it",
+        ),
         ("a: &a {b: *a}\n", "bad.yaml holds a value that contains itself, at line 1: correct it"),
         (
             "a: &a {b: 1}\nc: {<<: *a, <<: *a}\n",
             "bad.yaml names the key << twice in the mapping at line 2: write <<: [*ONE, *OTHER]",
         ),
         ("a: {<<: 5}\n", "the engine configuration bad.yaml is not YAML at line 1: correct it"),
-        (f"# {'x' * (256 << 10)}\n", "the engine configuration bad.yaml is larger than 256 KiB: give a file of engine arguments"),
+        (
+            f"# {'x' * (256 << 10)}\n",
+            "the engine configuration bad.yaml is larger than 256 KiB: give a file of engine arguments",
+        ),
     ],
 )
-def test_a_file_that_holds_no_engine_arguments_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_file_that_holds_no_engine_arguments_is_refused(
+    tmp_path: Path, content: str, sentence: str
+) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(content)
     with pytest.raises(StartupError) as refusal:
@@ -70,14 +90,20 @@ def nested_aliases(first: str, repeat: str, levels: int) -> str:
     ],
     ids=["lists", "merged mappings", "a long text"],
 )
-def test_aliases_that_stand_for_too_much_are_refused_before_anything_is_written_out(tmp_path: Path, content: str) -> None:
+def test_aliases_that_stand_for_too_much_are_refused_before_anything_is_written_out(
+    tmp_path: Path, content: str
+) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_text(content)
-    with pytest.raises(StartupError, match=r"^bomb\.yaml stands for more than 20,000 values once its aliases are written out"):
+    with pytest.raises(
+        StartupError, match=r"^bomb\.yaml stands for more than 20,000 values once its aliases are written out"
+    ):
         read_yaml(path)
 
 
-def test_merge_keys_are_merged_through_several_levels_and_a_mapping_overrides_what_it_merges(tmp_path: Path) -> None:
+def test_merge_keys_are_merged_through_several_levels_and_a_mapping_overrides_what_it_merges(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "merge.yaml"
     path.write_text(
         "a: &a {x: 1, y: 1, z: 1}\n"

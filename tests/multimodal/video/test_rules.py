@@ -34,7 +34,9 @@ OPTIONS: list[dict[str, Any]] = [
 @cache
 def family(name: str) -> tuple[FrameRule, Any]:
     """Our rule and Transformers' processor; that of Qwen2.5-VL is Qwen2-VL's own."""
-    from transformers.models.llava_next_video.video_processing_llava_next_video import LlavaNextVideoVideoProcessor
+    from transformers.models.llava_next_video.video_processing_llava_next_video import (
+        LlavaNextVideoVideoProcessor,
+    )
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -74,7 +76,11 @@ def test_frames_and_times_equal_transformers(name: str, options: dict[str, Any],
     assert np.array_equal(ours.frames, theirs)
     # Qwen2-VL's indices are a tensor, so Transformers divides them in single precision.
     assert ours.timestamps_s == pytest.approx([float(time) for time in metadata.timestamps], rel=1e-7, abs=0)
-    assert (ours.total_frames, ours.fps, ours.duration_s) == (91, float(metadata.fps), float(metadata.duration))
+    assert (ours.total_frames, ours.fps, ours.duration_s) == (
+        91,
+        float(metadata.fps),
+        float(metadata.duration),
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava_next_video"])
@@ -101,7 +107,9 @@ def test_choices_equal_transformers_for_clips_of_many_lengths_and_rates(name: st
 
 @pytest.mark.parametrize("rule", [QWEN2_VL, QWEN3_VL], ids=lambda rule: rule.spread.value)
 @pytest.mark.parametrize("total", [1, 2, 3])
-def test_a_clip_shorter_than_the_least_number_of_frames_is_shown_as_far_as_it_goes(rule: FrameRule, total: int) -> None:
+def test_a_clip_shorter_than_the_least_number_of_frames_is_shown_as_far_as_it_goes(
+    rule: FrameRule, total: int
+) -> None:
     chosen = rule.choose(total, 30.0)
     assert chosen[0] == 0
     assert len(chosen) == (2 if rule is QWEN2_VL and total == 3 else total)

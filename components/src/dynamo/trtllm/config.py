@@ -116,7 +116,8 @@ class VideoLimits:
 
     max_duration_s: float = 1800.0
     max_frames: int = 128
-    """Frames that a model may be shown of one clip; also the most that are chosen when a request asks for none."""
+    """Frames that a model may be shown of one clip;
+    also the most that are chosen when a request asks for none."""
     max_frame_pixels: int = 9_000_000
     max_pixels: int = 300_000_000
     """Of all chosen frames together: 900 MB."""
@@ -164,8 +165,8 @@ class MediaConfig:
         "--allowed-media-domains",
         HOSTS,
         (),
-        "The only hosts that media are fetched from, looked at again at every redirect. example.com is that host alone, "
-        "*.example.com any host below it.",
+        "The only hosts that media are fetched from, looked at again at every redirect. "
+        "example.com is that host alone, *.example.com any host below it.",
         roles=_WITH_MEDIA,
         default_text="every public host",
     )

@@ -1,7 +1,8 @@
-"""What a request and its answer are made of: the nouns that every part of the worker uses. Imports nothing of ours.
+"""What a request and its answer are made of: the nouns that every part of the worker uses.
+Imports nothing of ours.
 
-A request comes with a context, sampling options and a prompt; media stand in the prompt as items at their places; an engine
-answers in steps.
+A request comes with a context, sampling options and a prompt;
+media stand in the prompt as items at their places; an engine answers in steps.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Context(Protocol):
 class MediaShape:
     """How large an item of media is, as far as that is known before it is decoded.
 
-    `sizes` are those of its kind: of an image `(width, height)`, upright, in pixels; of a video `(frames, width, height)`,
-    of which only the frames that the model sees count; of audio `(samples,)`, at the rate at which the model hears it.
+    `sizes` are those of its kind: of an image `(width, height)`, upright, in pixels; of a video `(frames,
+    width, height)`, of which only the frames that the model sees count; of audio `(samples,)`, at the rate at
+    which the model hears it.
     """
 
     kind: str
@@ -45,13 +47,15 @@ class MediaShape:
 
 @dataclass(frozen=True)
 class DecodedMedia(ABC):
-    """One item of media as the model should take it. `digest` names its content, and what was chosen of it."""
+    """One item of media as the model should take it.
+    `digest` names its content, and what was chosen of it."""
 
     kind: ClassVar[str]
     """`image`, `video`, `audio`: a name in `multimodal.kinds.registry`."""
     digest: str
     options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-    """What the request says of how the model's processor prepares it (`mm_processor_kwargs`), as far as it is for this kind."""
+    """What the request says of how the model's processor prepares it (`mm_processor_kwargs`),
+    as far as it is for this kind."""
 
     @property
     @abstractmethod
@@ -75,8 +79,8 @@ class DecodedImage(DecodedMedia):
 class DecodedVideo(DecodedMedia):
     """The frames of one clip that the model should see, upright, in the order in which they are shown.
 
-    `frames` is uint8 `[frames, height, width, 3]`, RGB, and read-only. `digest` names the content together with
-    the choice of frames.
+    `frames` is uint8 `[frames, height, width, 3]`, RGB, and read-only.
+    `digest` names the content together with the choice of frames.
     """
 
     kind = "video"
@@ -91,7 +95,8 @@ class DecodedVideo(DecodedMedia):
 
     @property
     def timestamps_s(self) -> tuple[float, ...]:
-        """When each frame is shown, in seconds: its index over `fps`, as Transformers' `VideoMetadata` has it."""
+        """When each frame is shown, in seconds: its index over `fps`,
+        as Transformers' `VideoMetadata` has it."""
         return tuple(index / self.fps for index in self.frame_indices)
 
     @property
@@ -121,12 +126,13 @@ class DecodedAudio(DecodedMedia):
 
 @dataclass(frozen=True)
 class EncodedMedia:
-    """The embeddings of one item of media, from this engine's `encode`, from an encode worker, or from a file.
+    """The embeddings of one item of media, from this engine's `encode`,
+    from an encode worker, or from a file.
 
-    `tensors["features"]` is `[tokens, hidden]`, floating point; models with several feature levels add `features.1` and so on, of
-    the same number of rows. `token_ids` is what the item's placeholder becomes in the prompt: the rows of `features`
-    belong to those of its ids that equal the engine's token for a row of features, in order. `extras` is what the processor says
-    beside it (grid, sizes), as JSON.
+    `tensors["features"]` is `[tokens, hidden]`, floating point; models with several feature levels add
+    `features.1` and so on, of the same number of rows. `token_ids` is what the item's placeholder becomes in
+    the prompt: the rows of `features` belong to those of its ids that equal the engine's token for a row of
+    features, in order. `extras` is what the processor says beside it (grid, sizes), as JSON.
     """
 
     kind: str
@@ -155,14 +161,16 @@ class PlacedMedia:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to continue. `text` is the rendered prompt, for an engine release that cannot take token ids beside media."""
+    """What to continue. `text` is the rendered prompt, for an engine release
+    that cannot take token ids beside media."""
 
     token_ids: tuple[int, ...]
     media: tuple[PlacedMedia, ...] = ()
     text: str | None = None
 
     def positions(self) -> tuple[int, ...]:
-        """For each of `media` its place among those of its kind, counted from 1: by it errors name the part."""
+        """For each of `media` its place among those of its kind, counted from 1:
+        by it errors name the part."""
         seen: Counter[str] = Counter()
         found: list[int] = []
         for media in self.media:
@@ -185,7 +193,8 @@ class GuidedDecoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose tokens and when to stop. None leaves a choice out; without temperature, top-p and top-k it is greedy."""
+    """How to choose tokens and when to stop. None leaves a choice out;
+    without temperature, top-p and top-k it is greedy."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -208,7 +217,8 @@ class Sampling:
 
 
 MOST_OF_A_SCALE = 1e6
-"""Bound of temperature and repetition penalty: far beyond any use, far below where arithmetic on scores overflows."""
+"""Bound of temperature and repetition penalty: far beyond any use,
+far below where arithmetic on scores overflows."""
 LARGEST_INT32 = (1 << 31) - 1
 SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, MOST_OF_A_SCALE),
@@ -222,12 +232,14 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "min_tokens": (0, LARGEST_INT32),
     "logprobs": (0, 100),
 }
-"""Least and most of the numbers of `Sampling`, by field; a repetition penalty of 0 is not in its range either."""
+"""Least and most of the numbers of `Sampling`, by field;
+a repetition penalty of 0 is not in its range either."""
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How far media may expand a prompt: `text_tokens` are taken already, `context_length` is the limit for all."""
+    """How far media may expand a prompt: `text_tokens` are taken already,
+    `context_length` is the limit for all."""
 
     text_tokens: int
     context_length: int
@@ -246,7 +258,8 @@ class TokenLogprob(NamedTuple):
 
 
 class StepLogprobs(NamedTuple):
-    """Log probabilities at one output position: of the chosen token, and of the most likely ones, best first."""
+    """Log probabilities at one output position: of the chosen token,
+    and of the most likely ones, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -268,10 +281,12 @@ class Step(NamedTuple):
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     usage: Usage | None = None
-    """Set together with `finish`, and in the first step of `generate`: the frontend counts on from there for usage as it runs."""
+    """Set together with `finish`, and in the first step of `generate`:
+    the frontend counts on from there for usage as it runs."""
 
 
 Tokens = list[int]
-"""A step that brought new token ids and nothing else, as almost all do: bare, because making and reading a `Step` takes half a
-microsecond of a worker's CPU for each token (measured). Whoever gets one leaves it as it is.
+"""A step that brought new token ids and nothing else, as almost all do: bare, because making and
+reading a `Step` takes half a microsecond of a worker's CPU for each token (measured). Whoever
+gets one leaves it as it is.
 """

@@ -1,8 +1,9 @@
-"""`python -m dynamo.trtllm.embeddings IMAGE... -o OUTPUT` writes embedding files with a model's own vision encoder.
+"""`python -m dynamo.trtllm.embeddings IMAGE...
+-o OUTPUT` writes embedding files with a model's own vision encoder.
 
-One image gives one file, in the form that a worker reads back (see `multimodal.embedding_files`): `mm_embeddings`
-`[1, tokens, hidden]`, `mm_embeddings.1` and so on for further feature levels, and what the processor says beside them, such as
-`image_grid_thw`. The file fits the model that made it and no other.
+One image gives one file, in the form that a worker reads back (see `multimodal.embedding_files`):
+`mm_embeddings` `[1, tokens, hidden]`, `mm_embeddings.1` and so on for further feature levels, and what the
+processor says beside them, such as `image_grid_thw`. The file fits the model that made it and no other.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files and print a line for each. Returns the exit code: 1 for a bad image, 2 for a bad call or model."""
+    """Write the files and print a line for each. Returns the exit code:
+    1 for a bad image, 2 for a bad call or model."""
     try:
         return asyncio.run(write_all(parse(arguments)))
     except WorkerError as error:
@@ -51,17 +53,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. Raises `StartupError` for an output that does not suit the images."""
-    parser = argparse.ArgumentParser(prog="python -m dynamo.trtllm.embeddings", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m dynamo.trtllm.embeddings", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="a path or an http(s) or data URL")
     parser.add_argument(
-        "-o", "--output", required=True, help="the file to write, .pt or .safetensors; for several images an existing directory"
+        "-o",
+        "--output",
+        required=True,
+        help="the file to write, .pt or .safetensors; for several images an existing directory",
     )
-    parser.add_argument("--model-path", default="demo", help="a directory, a Hugging Face name, or the word demo (the default)")
-    parser.add_argument("--engine", choices=[kind.value for kind in EngineKind], default=EngineKind.TRANSFORMERS.value)
+    parser.add_argument(
+        "--model-path",
+        default="demo",
+        help="a directory, a Hugging Face name, or the word demo (the default)",
+    )
+    parser.add_argument(
+        "--engine", choices=[kind.value for kind in EngineKind], default=EngineKind.TRANSFORMERS.value
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--override-engine-args", default="{}", metavar="JSON", help="engine arguments, as the worker takes them")
-    parser.add_argument("--suffix", choices=SUFFIXES, default=SUFFIXES[0], help="format of the files in a directory")
-    parser.add_argument("--max-file-size-mb", type=int, default=MediaConfig.max_file_bytes // MEBIBYTE, help="largest image")
+    parser.add_argument(
+        "--override-engine-args",
+        default="{}",
+        metavar="JSON",
+        help="engine arguments, as the worker takes them",
+    )
+    parser.add_argument(
+        "--suffix", choices=SUFFIXES, default=SUFFIXES[0], help="format of the files in a directory"
+    )
+    parser.add_argument(
+        "--max-file-size-mb", type=int, default=MediaConfig.max_file_bytes // MEBIBYTE, help="largest image"
+    )
     given = parser.parse_args(arguments)
     engine_args = _json_object(given.override_engine_args)
     return Options(
@@ -130,7 +152,9 @@ async def write_all(options: Options) -> int:
         stack.push_async_callback(engine.close)
         info = await engine.start()
         if "image" not in info.media or not info.media["image"].encodes:
-            raise StartupError("this model's images cannot be encoded by themselves with this engine, so no file can be made")
+            raise StartupError(
+                "this model's images cannot be encoded by themselves with this engine, so no file can be made"
+            )
         for name, image, output in zip(options.images, images, options.outputs, strict=True):
             (encoded,) = await engine.encode([image])
             await run_blocking(write_file, output, encoded)
@@ -157,7 +181,8 @@ async def _load(image: str, fetcher: Fetcher, media: MediaConfig) -> DecodedImag
 
 
 def write_file(output: Path, encoded: EncodedMedia) -> None:
-    """Write `encoded` to `output`, whose suffix names the format. Raises `StartupError` when it cannot be written."""
+    """Write `encoded` to `output`, whose suffix names the format.
+    Raises `StartupError` when it cannot be written."""
     import safetensors.torch
     import torch
 

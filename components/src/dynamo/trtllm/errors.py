@@ -1,8 +1,8 @@
 """What can go wrong, as one tree, and the one table that turns it into Dynamo's exceptions.
 
-Four branches: the client's fault, a peer's fault, the engine's fault, and what ends the process. Messages are our own words and
-safe to show: no library text, no address, no server path, no payload. The cause stays attached (`raise ... from`) for the log.
-This module knows nothing about requests, engines or transports.
+Four branches: the client's fault, a peer's fault, the engine's fault, and what ends the process. Messages are
+our own words and safe to show: no library text, no address, no server path, no payload. The cause stays
+attached (`raise ... from`) for the log. This module knows nothing about requests, engines or transports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class LimitFault(ClientFault):
 
 
 def require_room(tokens: int, context_length: int, *, with_media: bool = False) -> None:
-    """Raise `LimitFault`, naming both counts, for a prompt of `tokens` that leaves no room for a single output token."""
+    """Raise `LimitFault`, naming both counts, for a prompt of `tokens`
+    that leaves no room for a single output token."""
     if tokens >= context_length:
         media = " with its media" if with_media else ""
         raise LimitFault(f"the prompt has {tokens} tokens{media}; the context length is {context_length}")
@@ -55,7 +56,8 @@ class PeerTimeout(PeerFault):
 
 
 class Overloaded(WorkerError):
-    """A bounded resource stayed full until the deadline; the client may try again (504, as the time is used up)."""
+    """A bounded resource stayed full until the deadline;
+    the client may try again (504, as the time is used up)."""
 
 
 class EngineFault(WorkerError):
@@ -83,15 +85,16 @@ class RequestCancelled(WorkerError):
 
 
 class StartupError(WorkerError):
-    """The worker cannot start as configured; `message` says what to change. Ends the process with exit code 2."""
+    """The worker cannot start as configured; `message` says what to change.
+    Ends the process with exit code 2."""
 
 
 def to_dynamo(error: BaseException) -> BaseException:
     """Translate `error` into the exception that makes Dynamo's frontend answer with the right status.
 
-    400 with our words: `InvalidArgument`; 503: `CannotConnect`, or `EngineShutdown` where this instance has to be avoided;
-    504: `ConnectionTimeout`; 499: `Cancelled`; 500: everything else. Source: the mapping observed on ai-dynamo 1.6.1, where only
-    `InvalidArgument` carries its text to the client.
+    400 with our words: `InvalidArgument`; 503: `CannotConnect`, or `EngineShutdown` where this instance has
+    to be avoided; 504: `ConnectionTimeout`; 499: `Cancelled`; 500: everything else. Source: the mapping
+    observed on ai-dynamo 1.6.1, where only `InvalidArgument` carries its text to the client.
     """
     from dynamo.llm import exceptions as dynamo
 

@@ -1,5 +1,5 @@
-"""Which frames of a clip a model is shown. The rules are those of Transformers' video processors (5.24), so that
-a model sees the frames that it was trained and measured with: `Qwen2VLVideoProcessor.sample_frames`,
+"""Which frames of a clip a model is shown. The rules are those of Transformers' video processors (5.24), so
+that a model sees the frames that it was trained and measured with: `Qwen2VLVideoProcessor.sample_frames`,
 `Qwen3VLVideoProcessor.sample_frames` and `video_utils.default_sample_indices_fn`.
 
 Arithmetic only, so that it runs beside the decoder and for any engine.
@@ -31,8 +31,8 @@ class Spread(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FrameRule:
-    """A model's choice of frames. `fps` and `num_frames` exclude each other; without both every frame is taken,
-    up to `max_frames` where the model's rule says so.
+    """A model's choice of frames. `fps` and `num_frames` exclude each other;
+    without both every frame is taken, up to `max_frames` where the model's rule says so.
     """
 
     spread: Spread
@@ -62,7 +62,9 @@ class FrameRule:
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ClientFault(f"{name} must be at least 1")
-        rule = replace(self, min_frames=min_frames or self.min_frames, max_frames=max_frames or self.max_frames)
+        rule = replace(
+            self, min_frames=min_frames or self.min_frames, max_frames=max_frames or self.max_frames
+        )
         if num_frames is not None or fps is not None:
             rule = replace(rule, fps=fps, num_frames=num_frames)
         if rule.min_frames > rule.max_frames:
@@ -97,8 +99,8 @@ class FrameRule:
         if count < 1:  # Fewer frames than one patch: all of them, and the processor repeats the last.
             count = total
         step = total / count
-        # Transformers steps in double precision, rounds to single and cuts. Where that yields one index more, it
-        # lies beyond the last frame.
+        # Transformers steps in double precision, rounds to single and cuts.
+        # Where that yields one index more, it lies beyond the last frame.
         found = (int(np.float32(number * step)) for number in range(math.ceil(total / step)))
         return tuple(index for index in found if index < total)
 

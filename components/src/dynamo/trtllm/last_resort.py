@@ -13,8 +13,8 @@ EXIT_STUCK = 71
 def exit_after(seconds: float) -> None:
     """End this process with `EXIT_STUCK` if it still runs after so many seconds.
 
-    A library that holds the interpreter stops every Python thread. A timer without Python then ends the process
-    one second later, with status 1 and the stack of each thread on standard error.
+    A library that holds the interpreter stops every Python thread. A timer without Python then ends
+    the process one second later, with status 1 and the stack of each thread on standard error.
     """
     threading.Thread(target=_exit, args=(seconds,), name="last-resort", daemon=True).start()
     faulthandler.dump_traceback_later(seconds + 1.0, exit=True)

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Run the worker that `sys.argv` and the environment describe; returns when it has ended, exits non-zero when it failed."""
+    """Run the worker that `sys.argv` and the environment describe;
+    returns when it has ended, exits non-zero when it failed."""
     try:
         code = _run(parse())
     except StartupError as error:
@@ -102,7 +103,8 @@ async def serve(config: WorkerConfig) -> int:
         metrics = MetricsPage(config.role)
         metrics.add_durations(egress.durations)
         metrics.add(egress.stats, engine.stats, handler.stats, lambda: {MODEL_LOAD_TIME: load_time_s})
-        # Modules and model live as long as the process: without them a full collection is short, and stalls no request.
+        # Modules and model live as long as the process:
+        # without them a full collection is short, and stalls no request.
         gc.collect()
         gc.freeze()
         return await service.run(egress, metrics, handler.drained, handler.check_health)

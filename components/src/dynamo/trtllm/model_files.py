@@ -26,7 +26,10 @@ AGAIN = "download it again"
 MAX_JSON_BYTES = 256 << 20
 """The largest tokenizers have 40 MB."""
 POINTER_START = b"version https://git-lfs.github.com/spec/"
-IS_POINTER = "is a Git LFS pointer and not the file itself: run `git lfs pull` in that directory, or download the model again"
+IS_POINTER = (
+    "is a Git LFS pointer and not the file itself: "
+    "run `git lfs pull` in that directory, or download the model again"
+)
 _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Marks the assistant's part for training; frontends drop it, and Jinja itself does not know it."""
 
@@ -46,7 +49,8 @@ async def resolve_model(path: str) -> str:
         return str(await fetch_model(path))
     except Exception as error:
         raise StartupError(
-            f"--model-path {path} is neither a directory nor a model that can be fetched; check the name and the network"
+            f"--model-path {path} is neither a directory nor a model that can be fetched; "
+            "check the name and the network"
         ) from error
 
 
@@ -55,7 +59,8 @@ def _find_directory(path: str) -> str | None:
 
 
 def find_model_directory(path: str) -> Path | None:
-    """The local directory of a model: itself, the demo's, or what the Hugging Face cache holds. Downloads nothing."""
+    """The local directory of a model: itself, the demo's, or what the Hugging Face cache holds.
+    Downloads nothing."""
     if path == DEMO_MODEL:
         return DEMO_DIRECTORY
     if Path(path).is_dir():
@@ -70,7 +75,8 @@ def find_model_directory(path: str) -> Path | None:
 
 
 def read_model_json(path: str, name: str = CONFIG) -> Mapping[str, Any]:
-    """The object in a JSON file of the model at `path`; empty where it is not on this machine or not whole."""
+    """The object in a JSON file of the model at `path`;
+    empty where it is not on this machine or not whole."""
     directory = find_model_directory(path)
     return read_object(directory / name) if directory is not None else {}
 

@@ -8,8 +8,8 @@ from enum import Enum
 class Role(str, Enum):
     """What this process does in its topology (`--disaggregation-mode`).
 
-    Whoever needs to know what a role does asks one of the properties; only `request_handlers.handlers` compares roles, to build
-    the role's handler, besides tables that hold one entry for each.
+    Whoever needs to know what a role does asks one of the properties; only `request_handlers.handlers`
+    compares roles, to build the role's handler, besides tables that hold one entry for each.
     """
 
     AGGREGATED = "agg"
@@ -61,8 +61,8 @@ class Modality(str, Enum):
 
 
 _NO_TENSORRT_LLM = (
-    "TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on a machine with an NVIDIA GPU, use "
-    "NVIDIA's image, or choose the portable engine with `--engine transformers`"
+    "TensorRT-LLM is not installed here: run `pip install 'dynamo-trtllm[trtllm]'` on a machine "
+    "with an NVIDIA GPU, use NVIDIA's image, or choose the portable engine with `--engine transformers`"
 )
 _NO_TRANSFORMERS = (
     "the portable engine needs Python 3.11 or later and Transformers 5.24 to 5.39: "
@@ -73,16 +73,18 @@ _NO_TRANSFORMERS = (
 class EngineKind(str, Enum):
     """Which adapter serves the model (`--engine`): the registry of engines.
 
-    Another engine is a module with an `Engine` and a line here: its name, its class below `dynamo.trtllm.engines`, the
-    library without which it cannot start (None: it needs none), and what to say where that is missing. Nothing is
-    imported before an engine is chosen.
+    Another engine is a module with an `Engine` and a line here: its name, its class below
+    `dynamo.trtllm.engines`, the library without which it cannot start (None: it needs none), and what to say
+    where that is missing. Nothing is imported before an engine is chosen.
     """
 
     adapter: str
     library: str | None
     missing: str
 
-    def __new__(cls, name: str, adapter: str = "", library: str | None = None, missing: str = "") -> EngineKind:
+    def __new__(
+        cls, name: str, adapter: str = "", library: str | None = None, missing: str = ""
+    ) -> EngineKind:
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.adapter, kind.library, kind.missing = adapter, library, missing

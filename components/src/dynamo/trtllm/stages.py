@@ -1,8 +1,10 @@
-"""How long each stage of a request takes in this process: measured where it happens, kept until the request ends.
+"""How long each stage of a request takes in this process:
+measured where it happens, kept until the request ends.
 
-The task that serves a request carries its times in a context variable, which the tasks that it starts inherit.
-So `measured` needs no parameter, and outside of a request it measures nothing. Work that requests share (a
-picture that two of them ask for at once) belongs to the one that began it. Nothing here runs once per token.
+The task that serves a request carries its times in a context variable, which the tasks that it starts
+inherit. So `measured` needs no parameter, and outside of a request it measures nothing. Work that
+requests share (a picture that two of them ask for at once) belongs to the one that began it. Nothing
+here runs once per token.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _QUEUE, _PREFILL = Stage.QUEUE, Stage.PREFILL
 
 
 class RequestTimes:
-    """One request's times in seconds, from `arrived`, a value of `perf_counter`. Written by its own tasks alone.
+    """One request's times in seconds, from `arrived`, a value of `perf_counter`.
+    Written by its own tasks alone.
 
     A stage that runs several times at once, as for several pictures, counts once: while at least one runs.
     """
@@ -78,7 +81,8 @@ class RequestTimes:
             self._until_output = None
 
     def waited(self, seconds: float) -> None:
-        """So much of the engine's context stage was waiting for a place in it; of several choices, the first."""
+        """So much of the engine's context stage was waiting for a place in it;
+        of several choices, the first."""
         if self.first_output_s is not None or self._has_waited:
             return
         self._has_waited = True
@@ -148,7 +152,8 @@ def waited_for_the_engine(seconds: float) -> None:
 class Distribution:
     """Durations of one series: how many by bucket, the last one without a bound, and their sum.
 
-    Several times cheaper than `prometheus_client.Histogram`, whose lock it can do without: one event loop writes.
+    Several times cheaper than `prometheus_client.Histogram`,
+    whose lock it can do without: one event loop writes.
     """
 
     __slots__ = ("counts", "sum_s")

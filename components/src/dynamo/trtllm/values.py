@@ -58,7 +58,8 @@ class Kind(Generic[Value]):
 
 
 def parse_json(text: str) -> Any:
-    """The value in a text. Raises ValueError for what is not JSON, as NaN, a key named twice, endless nesting."""
+    """The value in a text. Raises ValueError for what is not JSON,
+    as NaN, a key named twice, endless nesting."""
     try:
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_object)
     except RecursionError:
@@ -187,7 +188,9 @@ def _count_of(value: Any) -> Any:
 
 
 def _are_counts(value: Any) -> bool:
-    return bool(value) and all(name and type(count) is int and 0 <= count <= LARGEST for name, count in value.items())
+    return bool(value) and all(
+        name and type(count) is int and 0 <= count <= LARGEST for name, count in value.items()
+    )
 
 
 def _hosts(text: str) -> tuple[str, ...]:
@@ -246,7 +249,9 @@ COUNTS = Kind(
 HOSTS = Kind(
     "names of hosts without scheme, port and path, with a comma between two",
     _hosts,
-    lambda hosts: bool(hosts) and all(re.fullmatch(r"(\*?\.)?[^\s/:@?#*\[\]]+|\[[0-9a-f:.]+\]", each) for each in hosts),
+    lambda hosts: (
+        bool(hosts) and all(re.fullmatch(r"(\*?\.)?[^\s/:@?#*\[\]]+|\[[0-9a-f:.]+\]", each) for each in hosts)
+    ),
     metavar="HOST,...",
     show=",".join,
 )

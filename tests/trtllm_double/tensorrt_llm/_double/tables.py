@@ -64,7 +64,8 @@ ARGUMENTS_RC29 = {
     **_COMMON,
     **names(
         """
-        custom_tokenizer model_kwargs post_processor_hook sleep_config gms_config mx_config perf_metrics_output_dir
+        custom_tokenizer model_kwargs post_processor_hook sleep_config gms_config mx_config
+        perf_metrics_output_dir
         encode_only encoder_max_batch_size encoder_max_num_tokens encoder_cuda_graph_config
         prometheus_metrics_config prefill_cuda_graph_backend prefill_capture_num_tokens reorder_policy_config
         kv_cache_compression_config checkpoint_io_policy dwdp_config mla_skip_correction_threshold

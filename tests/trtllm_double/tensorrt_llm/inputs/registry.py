@@ -154,7 +154,9 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
             if isinstance(image, str):
                 raise ValueError("an image must be decoded")
         if self.model.architecture.expands_processor_kwargs:
-            images = [self.model.sized(image, **(inputs.get("mm_processor_kwargs") or {})) for image in images]
+            images = [
+                self.model.sized(image, **(inputs.get("mm_processor_kwargs") or {})) for image in images
+            ]
         if ids.count(self.model.image_id) != len(images):
             raise ValueError("the placeholders do not match the images")
         features = [self.model.features(image) for image in images]

@@ -132,8 +132,8 @@ def _read_answer(events: Iterable[dict[str, Any]], started: float) -> Answer:
 
 @dataclass(frozen=True)
 class Kind:
-    """What can be asked about. `draw` writes what `caption` describes into a folder and returns its path; `show`
-    writes a picture of a file with a text below it, and returns that picture's path."""
+    """What can be asked about. `draw` writes what `caption` describes into a folder and returns its path;
+    `show` writes a picture of a file with a text below it, and returns that picture's path."""
 
     noun: str
     question: str

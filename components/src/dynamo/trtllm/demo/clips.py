@@ -114,7 +114,8 @@ def write_mp4(clip: Clip, path: Path, frames_per_s: int = FRAMES_PER_S) -> None:
 
 
 def read_frames(path: Path, frames_per_s: float = 2.0, least: int = 4, most: int = 8) -> Frames:
-    """Frames of a video file, as evenly as the demo model gets them. Needs PyAV, and memory for the whole video."""
+    """Frames of a video file, as evenly as the demo model gets them.
+    Needs PyAV, and memory for the whole video."""
     import av
 
     with av.open(str(path)) as container:

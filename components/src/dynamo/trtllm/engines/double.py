@@ -1,7 +1,8 @@
-"""A deterministic engine that computes nothing, for tests and benchmarks; it ships, so a deployment can be tried without a model.
+"""A deterministic engine that computes nothing, for tests and benchmarks;
+it ships, so a deployment can be tried without a model.
 
-Its tokens depend on the prompt, on the digests of its media and on a given seed: all topologies give the same.
-`--override-engine-args '{"double": {...}}'` scripts delays and failures; `DoubleScript` lists them.
+Its tokens depend on the prompt, on the digests of its media and on a given seed: all topologies give
+the same. `--override-engine-args '{"double": {...}}'` scripts delays and failures; `DoubleScript` lists them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from dynamo.trtllm.core import (
     Usage,
 )
 from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
-from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState, MediaInput, Prefilled, ProcessorOption
+from dynamo.trtllm.engines.port import (
+    Engine,
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    MediaInput,
+    Prefilled,
+    ProcessorOption,
+)
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, StartupError, require_room
 
 STATE_SCHEMA = 1
@@ -81,7 +90,9 @@ class DoubleEngine(Engine):
         script = {**config.double_script, **_limits(config.args)}
         unknown = sorted(set(script) - {f.name for f in fields(DoubleScript)})
         if unknown:
-            raise StartupError(f"the double engine knows no script key {', '.join(unknown)}; see DoubleScript")
+            raise StartupError(
+                f"the double engine knows no script key {', '.join(unknown)}; see DoubleScript"
+            )
         self._script = DoubleScript(**script)
         first, span = self._script.first_token_id, self._script.token_span
         self._plain_steps: list[Tokens] = [[token] for token in range(first, first + span)]
@@ -94,7 +105,9 @@ class DoubleEngine(Engine):
         script = self._script
         await asyncio.sleep(script.start_delay_s)
         if script.fail_start:
-            raise StartupError("the double engine was told to fail at start; remove fail_start from its script")
+            raise StartupError(
+                "the double engine was told to fail at start; remove fail_start from its script"
+            )
         return EngineInfo(
             context_length=script.context_length,
             kv_block_size=32,
@@ -121,7 +134,9 @@ class DoubleEngine(Engine):
         finally:
             self._active -= 1
 
-    def decode(self, request: EngineRequest, first: Step | None, state: EngineState) -> AsyncGenerator[Step | Tokens, None]:
+    def decode(
+        self, request: EngineRequest, first: Step | None, state: EngineState
+    ) -> AsyncGenerator[Step | Tokens, None]:
         return self._stream(request, state)
 
     def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
@@ -186,9 +201,14 @@ class DoubleEngine(Engine):
         room = self._script.context_length - len(request.prompt.token_ids)
         return min(request.sampling.max_tokens or room, room)
 
-    async def _stream(self, request: EngineRequest, state: EngineState | None) -> AsyncGenerator[Step | Tokens, None]:
-        """Both `generate` and, from a prefilled `state`, `decode`. One generator deep: this is run for every token."""
-        if state is not None and (state.meta.get("schema") != STATE_SCHEMA or state.meta.get("engine") != "double"):
+    async def _stream(
+        self, request: EngineRequest, state: EngineState | None
+    ) -> AsyncGenerator[Step | Tokens, None]:
+        """Both `generate` and, from a prefilled `state`, `decode`.
+        One generator deep: this is run for every token."""
+        if state is not None and (
+            state.meta.get("schema") != STATE_SCHEMA or state.meta.get("engine") != "double"
+        ):
             raise EngineFault("the prefill worker's state is not one that this engine understands")
         self._check(request)
         script, length = self._script, self._length(request)
@@ -264,7 +284,9 @@ class DoubleEngine(Engine):
 
 
 def _media_input(placeholder: int) -> MediaInput:
-    return MediaInput(placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=_OPTIONS)
+    return MediaInput(
+        placeholder_id=placeholder, encodes=True, takes_encoded=True, takes_files=True, options=_OPTIONS
+    )
 
 
 def _is_plain(sampling: Sampling) -> bool:
@@ -282,7 +304,8 @@ def _request_key(request: EngineRequest) -> int:
 
 
 def find_script_faults(script: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence for each key of a script that the double does not know or whose value is of another kind."""
+    """One sentence for each key of a script that the double does not know
+    or whose value is of another kind."""
     kinds = {entry.name: str(entry.type).split(" | ") for entry in fields(DoubleScript)}
     for name, value in script.items():
         if name not in kinds:

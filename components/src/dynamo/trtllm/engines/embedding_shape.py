@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def rows_of_one_item(name: str, tensor: torch.Tensor, hidden_size: int | None = None) -> torch.Tensor:
     """`tensor`, `[tokens, hidden]` or `[1, tokens, hidden]`, as `[tokens, hidden]`; a view of it.
 
-    `name` is what messages call it. Raises `ClientFault` for several items in one tensor, another number of dimensions, no
-    numbers at all, and rows that are not `hidden_size` wide where that is known.
+    `name` is what messages call it. Raises `ClientFault` for several items in one tensor, another number
+    of dimensions, no numbers at all, and rows that are not `hidden_size` wide where that is known.
     """
     shape, width = list(tensor.shape), "hidden" if hidden_size is None else hidden_size
     if len(shape) not in (2, 3) or 0 in shape:

@@ -11,13 +11,15 @@ from dynamo.trtllm.errors import StartupError
 
 
 def require_installed(kind: EngineKind) -> None:
-    """Raise `StartupError` when the engine's library is not there, before a model is fetched for it. Imports nothing of it."""
+    """Raise `StartupError` when the engine's library is not there, before a model is fetched for it.
+    Imports nothing of it."""
     if kind.library is not None and find_spec(kind.library) is None:
         raise StartupError(kind.missing)
 
 
 def create_engine(config: EngineConfig) -> Engine:
-    """The adapter that `config.kind` names, not started. Raises `StartupError` when its library is missing."""
+    """The adapter that `config.kind` names, not started.
+    Raises `StartupError` when its library is missing."""
     module, _, name = config.kind.adapter.partition(":")
     try:
         adapter = getattr(import_module(f"{__package__}.{module}"), name)

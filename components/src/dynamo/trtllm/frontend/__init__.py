@@ -1,1 +1,2 @@
-"""From the frontend's request to a frozen one, and from an engine's steps to the frontend's chunks: Dynamo's formats."""
+"""From the frontend's request to a frozen one, and from an engine's steps to the frontend's chunks:
+Dynamo's formats."""

@@ -1,11 +1,13 @@
 """How a handler's output reaches the frontend, and how a request ends.
 
-Dynamo offers two arms, and both are live. Network requests bring a `response_sender` that the worker pushes into: Rust then
-advances the handler once per request instead of once per chunk (5.6 against 57 microseconds of CPU a token, measured). The health
-canary and in-process callers bring none and pull. Rust finds out about push by the parameter's name in the handler's signature.
+Dynamo offers two arms, and both are live. Network requests bring a `response_sender` that the worker pushes
+into: Rust then advances the handler once per request instead of once per chunk (5.6 against 57 microseconds
+of CPU a token, measured). The health canary and in-process callers bring none and pull. Rust finds out about
+push by the parameter's name in the handler's signature.
 
-`send` blocks the calling thread while the frontend's buffer is full, so a client that stops reading would stop the event loop:
-the first `DIRECT_CHUNKS` of a stream are sent directly, later ones by threads, and a stream that gets stuck there is cancelled.
+`send` blocks the calling thread while the frontend's buffer is full, so a client that stops reading would
+stop the event loop: the first `DIRECT_CHUNKS` of a stream are sent directly, later ones by threads, and a
+stream that gets stuck there is cancelled.
 """
 
 from __future__ import annotations
@@ -40,15 +42,17 @@ from dynamo.trtllm.stages import Durations, RequestTimes, carry
 logger = logging.getLogger(__name__)
 
 DIRECT_CHUNKS = 2048
-"""Chunks of one stream that are sent on the event loop. The transport buffers more than this for a client that reads nothing."""
+"""Chunks of one stream that are sent on the event loop.
+The transport buffers more than this for a client that reads nothing."""
 STALL_DEADLINE_S = 60.0
 """A stream whose client has not read for this long is cancelled."""
 MAX_PENDING_CHUNKS = 4096
 """Chunks that wait for a sending thread before the engine's stream is paused."""
 SENDER_THREADS = 64
 LATE_MEMORY_S = 5.0
-"""Dynamo's frontend sends a request whose deadline has passed once more, under its id and at once. For this long the repeat is
-refused without another wait, so that a client waits for one deadline of a worker and not for one per attempt.
+"""Dynamo's frontend sends a request whose deadline has passed once more, under its id and at once. For
+this long the repeat is refused without another wait, so that a client waits for one deadline of a worker
+and not for one per attempt.
 """
 _REASON_CHARACTERS = 200
 STOPPED_READING = "the client stopped reading"
@@ -75,8 +79,8 @@ class StreamClosed(Exception):
 class CancelWatch:
     """Cancels a request's task when its client goes away, also while nothing is being sent.
 
-    One task looks at all registered contexts; a future per request would cost more than the request's whole parsing.
-    Shared by all requests of the process: `_watched`.
+    One task looks at all registered contexts; a future per request would cost more than the request's
+    whole parsing. Shared by all requests of the process: `_watched`.
     """
 
     def __init__(self) -> None:
@@ -110,9 +114,11 @@ class CancelWatch:
 
 
 class Outlet:
-    """The end of one stream after its first `DIRECT_CHUNKS`: sends batches from a thread, in order, one batch at a time.
+    """The end of one stream after its first `DIRECT_CHUNKS`:
+    sends batches from a thread, in order, one batch at a time.
 
-    `_sending` and `_progress` are written by that thread. A slow client and a batch that waits for a thread are no stall.
+    `_sending` and `_progress` are written by that thread.
+    A slow client and a batch that waits for a thread are no stall.
     """
 
     def __init__(self, sender: Sender, threads: ThreadPoolExecutor, stall_deadline_s: float) -> None:
@@ -125,7 +131,8 @@ class Outlet:
         self._progress = 0
 
     async def put(self, chunk: Chunk) -> None:
-        """Queue `chunk`. Raises `StreamClosed` when the client is gone or has not read for the stall deadline."""
+        """Queue `chunk`. Raises `StreamClosed` when the client is gone
+        or has not read for the stall deadline."""
         self._pending.append(chunk)
         if self._batch is None or self._batch.done():
             self._next_batch()
@@ -181,10 +188,12 @@ def send(sender: Sender, chunk: Chunk) -> None:
 
 
 class Egress:
-    """Drives a handler for every request, by push or by pull, and turns what it raises into Dynamo's exceptions.
+    """Drives a handler for every request, by push or by pull,
+    and turns what it raises into Dynamo's exceptions.
 
-    Shared by all requests: the counters, the watch and the sending threads. `on_dead` is called with the engine's error when a
-    request found the engine dead, `on_told` with each exception for Dynamo whose request has its line in the log.
+    Shared by all requests: the counters, the watch and the sending threads. `on_dead` is called with the
+    engine's error when a request found the engine dead, `on_told` with each exception for Dynamo whose
+    request has its line in the log.
     """
 
     def __init__(
@@ -215,7 +224,9 @@ class Egress:
         """The callable for `serve_endpoint`, with or without the parameter that switches push on."""
         chosen: Callable[..., AsyncGenerator[Chunk, None]] = self.serve if self._push_enabled else self._pull
         if self._push_enabled != ("response_sender" in inspect.signature(chosen).parameters):
-            raise AssertionError("the endpoint handler lost its response_sender parameter; Dynamo would pull silently")
+            raise AssertionError(
+                "the endpoint handler lost its response_sender parameter; Dynamo would pull silently"
+            )
         return chosen
 
     def serve(
@@ -245,7 +256,9 @@ class Egress:
 
     def stats(self) -> metrics.Readings:
         """Requests by how they ended, and those that have not."""
-        ended: metrics.Readings = {metrics.REQUESTS.of(outcome): count for outcome, count in self.outcomes.items()}
+        ended: metrics.Readings = {
+            metrics.REQUESTS.of(outcome): count for outcome, count in self.outcomes.items()
+        }
         return {**ended, metrics.INFLIGHT_REQUESTS: self.in_flight}
 
     def close(self) -> None:
@@ -280,7 +293,8 @@ class Egress:
         yield {}
 
     async def _pull(self, request: Mapping[str, Any], context: Context) -> AsyncGenerator[Chunk, None]:
-        # Each step may run in a task of its own, so there is no one task to cancel: a stopped context ends it between chunks.
+        # Each step may run in a task of its own, so there is no one task to cancel:
+        # a stopped context ends it between chunks.
         with _Accounted(self, context, perf_counter()) as times:
             async with aclosing(await self._handler.respond(_object(request), context)) as outputs:
                 empty = True
@@ -310,7 +324,8 @@ class Egress:
         self._idle.clear()
 
     def _end(self, error: BaseException | None, context: Context, times: RequestTimes) -> None:
-        """Count a request out, and raise Dynamo's exception for what ended it; an ending that is none passes as it is."""
+        """Count a request out, and raise Dynamo's exception for what ended it;
+        an ending that is none passes as it is."""
         outcome = "failed"
         if self._ended_by is not None and isinstance(error, asyncio.CancelledError):
             error = error if context.is_stopped() else self._ended_by  # `end_all` cancelled it
@@ -319,7 +334,9 @@ class Egress:
                 outcome = "completed"
             elif isinstance(error, (asyncio.CancelledError, GeneratorExit, StreamClosed, RequestCancelled)):
                 outcome = "cancelled"
-                if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and not context.is_stopped()):
+                if isinstance(error, GeneratorExit) or (
+                    isinstance(error, asyncio.CancelledError) and not context.is_stopped()
+                ):
                     return
                 reason = STOPPED_READING if str(error) == STOPPED_READING else "the client went away"
                 logger.info("request %s cancelled: %s", context.id(), reason)
@@ -335,7 +352,8 @@ class Egress:
                 self._idle.set()
 
     def _told(self, error: Exception) -> BaseException:
-        """Dynamo's exception for `error`, which is in the log already: Dynamo prints what it is given once more."""
+        """Dynamo's exception for `error`, which is in the log already:
+        Dynamo prints what it is given once more."""
         theirs = to_dynamo(error)
         if self._on_told is not None:
             self._on_told(theirs)
@@ -363,7 +381,8 @@ class Egress:
 
 
 class _Accounted:
-    """One request between `_begin` and `_end`, with its times. Not a generator, since every request passes here."""
+    """One request between `_begin` and `_end`, with its times.
+    Not a generator, since every request passes here."""
 
     __slots__ = ("_arrived", "_context", "_egress", "_times")
 
@@ -378,7 +397,9 @@ class _Accounted:
         carry(self._times)
         return self._times
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         carry(None)
         self._egress._end(error, self._context, self._times)
 

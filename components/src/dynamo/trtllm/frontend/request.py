@@ -1,7 +1,8 @@
 """The frontend's request, parsed once into a frozen object; nothing further in looks into the request's dict.
 
-Field names and shapes are those that ai-dynamo 1.6's frontend sends to a `ModelInput.Tokens` worker. Media parts stay
-references here: this module fetches nothing, and of engines it knows what one is asked (`EngineRequest`).
+Field names and shapes are those that ai-dynamo 1.6's frontend sends to a `ModelInput.Tokens`
+worker. Media parts stay references here: this module fetches nothing, and of engines it knows what
+one is asked (`EngineRequest`).
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ _NO_IDS: frozenset[int] = frozenset()
 
 Value = TypeVar("Value")
 Checks = Mapping[str, Callable[[str, Any], Any]]
-"""By name, what gives the value to use. Called with name and value; raises `ClientFault` for one that cannot be served."""
+"""By name, what gives the value to use. Called with name and value;
+raises `ClientFault` for one that cannot be served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation request as the frontend sent it: what the engine will be asked, and what is to be done before and after."""
+    """One generation request as the frontend sent it: what the engine will be asked,
+    and what is to be done before and after."""
 
     model: str
     engine_request: EngineRequest
@@ -55,7 +58,8 @@ class Request:
     handoff: Mapping[str, Any] | None = None
     """What the frontend brings to decode from prefill's reply: its `disaggregated_params`."""
     best_choices: int | None = None
-    """How many of the engine request's choices are given back, the best ones (`best_of`); None: all of them."""
+    """How many of the engine request's choices are given back,
+    the best ones (`best_of`); None: all of them."""
     stop_strings: tuple[str, ...] = ()
     """The answer ends where the first of them is complete in its text; none is empty."""
     skips_special_tokens: bool = True
@@ -64,20 +68,25 @@ class Request:
     """False: log probabilities are only there to choose the best answers by."""
     is_health_check: bool = False
     original: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The frontend's mapping as it came, for one use: asking another prefill worker the same (`peers.prefill`)."""
+    """The frontend's mapping as it came, for one use:
+    asking another prefill worker the same (`peers.prefill`)."""
 
 
 def parse_request(raw: Mapping[str, Any], context: Context) -> Request:
     """Parse the frontend's dict. Raises `ClientFault` naming the field that this worker cannot serve."""
     if raw.get("media_io_kwargs"):
-        raise ClientFault("media_io_kwargs is not supported; say what to read of media in mm_processor_kwargs")
+        raise ClientFault(
+            "media_io_kwargs is not supported; say what to read of media in mm_processor_kwargs"
+        )
     routing, extra = _checked(raw, "routing", _ROUTING), _checked(raw, "extra_args", _EXTRA)
     stop, output = _checked(raw, "stop_conditions", _STOP), _checked(raw, "output_options", _OUTPUT)
     options = _checked(raw, "sampling_options", _OPTIONS)
     returned, best_of = _choices(options)
     data, cache_salt = _mapping(raw, "multi_modal_data"), routing.get("cache_salt")
     messages = extra.get("messages")  # present beside media only
-    media = _media(raw, data, messages, cache_salt) if data or messages or raw.get("multi_modal_uuids") else ()
+    media = (
+        _media(raw, data, messages, cache_salt) if data or messages or raw.get("multi_modal_uuids") else ()
+    )
     is_ranked = best_of > returned
     shows_logprobs = "logprobs" in output or not is_ranked
     if not shows_logprobs:
@@ -108,7 +117,8 @@ def parse_request(raw: Mapping[str, Any], context: Context) -> Request:
 
 
 def is_health_check(raw: Mapping[str, Any]) -> bool:
-    """Whether Dynamo's health canary asks, in any role: its request is the worker's own (`service.runtime`)."""
+    """Whether Dynamo's health canary asks, in any role:
+    its request is the worker's own (`service.runtime`)."""
     return bool(raw.get("_HEALTH_CHECK"))
 
 
@@ -174,13 +184,19 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
     given = {name: value for name, value in raw.items() if value not in (None, False, [], "")}
     if "whitespace_pattern" in given:
         raise ClientFault("guided_whitespace_pattern is not supported; leave it out")
-    known = {name: given[name] for name in ("json", "regex", "grammar", "json_object", "structural_tag") if name in given}
+    known = {
+        name: given[name]
+        for name in ("json", "regex", "grammar", "json_object", "structural_tag")
+        if name in given
+    }
     for text in ("regex", "grammar"):
         _optional(_string, known, text)
     if given.get("choice"):
         known["choice"] = _strings("choice", given["choice"])
     if len(known) > 1:
-        raise ClientFault(f"only one kind of guided decoding is possible at once, not {' and '.join(sorted(known))}")
+        raise ClientFault(
+            f"only one kind of guided decoding is possible at once, not {' and '.join(sorted(known))}"
+        )
     return GuidedDecoding(**known) if known else None
 
 
@@ -191,11 +207,13 @@ class _Sent(NamedTuple):
     uuid: str | None
 
 
-def _media(raw: Mapping[str, Any], data: Mapping[str, Any], messages: Any, tenant: str | None) -> tuple[MediaPart, ...]:
+def _media(
+    raw: Mapping[str, Any], data: Mapping[str, Any], messages: Any, tenant: str | None
+) -> tuple[MediaPart, ...]:
     """The media parts of `data`, kind by kind.
 
-    The frontend's dict keeps the order within a kind, the prompt's placeholders that between kinds. Parts that it leaves
-    among the `messages` (`MediaKind.message_parts`) stand between those of its dict.
+    The frontend's dict keeps the order within a kind, the prompt's placeholders that between kinds.
+    Parts that it leaves among the `messages` (`MediaKind.message_parts`) stand between those of its dict.
     """
     unknown = sorted({str(key)[:40] for key in data} - {kind.part_type for kind in KINDS.values()})
     if unknown:
@@ -213,7 +231,8 @@ def _media(raw: Mapping[str, Any], data: Mapping[str, Any], messages: Any, tenan
 
 
 def _sent(kind: MediaKind, position: int, item: Any, uuid: Any) -> _Sent:
-    """A part from the frontend's dict: `{"Url": ...}`, or `{"UuidOnly": ...}` where the client sent no URL."""
+    """A part from the frontend's dict: `{"Url": ...}`, or `{"UuidOnly":
+    ...}` where the client sent no URL."""
     with at_part(MediaPart(position, kind.name, "")):
         if not isinstance(item, Mapping):
             return _Sent(item, _uuid(uuid))
@@ -247,7 +266,8 @@ def _with_message_parts(kind: MediaKind, given: Sequence[_Sent], messages: Any) 
 
 
 def prompt_ids(raw: Any) -> tuple[int, ...]:
-    """A prompt's token ids, which come as a list of ints, or packed as little-endian int32 (`DYN_TOKEN_IDS_AS_BYTES`)."""
+    """A prompt's token ids, which come as a list of ints,
+    or packed as little-endian int32 (`DYN_TOKEN_IDS_AS_BYTES`)."""
     if isinstance(raw, (bytes, bytearray)) and raw:
         if len(raw) % 4:
             raise ClientFault("the prompt's packed token ids are not whole 32-bit numbers")
@@ -322,7 +342,9 @@ def _require_range(name: str, value: float, low: float, high: float) -> None:
     if low <= value <= high:
         return
     is_cap = high >= MOST_OF_A_SCALE  # a bound of ours or of a type, not one that the option's meaning has
-    bounds = f"at least {_shown(low)}" if value < low and is_cap else f"between {_shown(low)} and {_shown(high)}"
+    bounds = (
+        f"at least {_shown(low)}" if value < low and is_cap else f"between {_shown(low)} and {_shown(high)}"
+    )
     is_short = isinstance(value, float) or abs(value) < 1 << 64
     raise ClientFault(f"{name} must be {bounds}" + (f", not {_shown(value)}" if is_short else ""))
 

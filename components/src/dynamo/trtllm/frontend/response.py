@@ -9,7 +9,8 @@ from dynamo.trtllm.core import Step, StepLogprobs, Tokens, Usage
 
 Chunk = dict[str, Any]
 Output = Step | Tokens | Chunk
-"""What a role's stream yields: the engine's own steps, or a chunk where the role has more to say than a step holds."""
+"""What a role's stream yields: the engine's own steps,
+or a chunk where the role has more to say than a step holds."""
 
 
 def to_chunk(step: Output) -> Chunk:
@@ -35,7 +36,10 @@ def add_logprobs(chunk: Chunk, logprobs: Sequence[StepLogprobs]) -> None:
     chunk["log_probs"] = [position.chosen.logprob for position in logprobs]
     if any(position.top for position in logprobs):
         chunk["top_logprobs"] = [
-            [{"rank": t.rank, "token_id": t.token_id, "token": None, "logprob": t.logprob} for t in position.top]
+            [
+                {"rank": t.rank, "token_id": t.token_id, "token": None, "logprob": t.logprob}
+                for t in position.top
+            ]
             for position in logprobs
         ]
 

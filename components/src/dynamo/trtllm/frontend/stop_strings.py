@@ -1,8 +1,9 @@
 """Ends an answer at one of the request's stop strings, with its usage, as the engines end it at a stop token.
 
-Dynamo's frontend looks for stop strings as well and drops the stream when it finds one. Of a dropped stream the worker would not
-know whether the answer was complete or the client has left, and would go on computing; so it ends the stream itself, at the very
-token where the frontend does. This module knows text and token ids, nothing of media, engines or Dynamo.
+Dynamo's frontend looks for stop strings as well and drops the stream when it finds one. Of a dropped stream
+the worker would not know whether the answer was complete or the client has left, and would go on computing;
+so it ends the stream itself, at the very token where the frontend does. This module knows text and token ids,
+nothing of media, engines or Dynamo.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dynamo.trtllm.frontend.response import Output
 logger = logging.getLogger(__name__)
 
 _CONTEXT_TOKENS = 5
-"""Prompt tokens before the answer that its first tokens are read with: some tokenizers drop the space of a text's first word."""
+"""Prompt tokens before the answer that its first tokens are read with:
+some tokenizers drop the space of a text's first word."""
 _INCOMPLETE = "\ufffd"
 """What a tokenizer writes for bytes that are not a whole character yet."""
 
@@ -30,19 +32,23 @@ Decode = Callable[[list[int], bool], str]
 
 
 class Found(NamedTuple):
-    """A stop string, and how many of the step's tokens belong to the answer, the one that completed it included."""
+    """A stop string, and how many of the step's tokens belong to the answer,
+    the one that completed it included."""
 
     text: str
     tokens: int
 
 
 class StopFinder:
-    """Reads one answer token by token and finds the first of `stops` in it, by the rules of Dynamo's frontend.
+    """Reads one answer token by token and finds the first of `stops` in it,
+    by the rules of Dynamo's frontend.
 
     A stop string counts from output token `min_tokens` on, and text before that cannot be a part of it.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str], prompt_ids: Sequence[int], min_tokens: int, skip: bool) -> None:
+    def __init__(
+        self, decode: Decode, stops: Sequence[str], prompt_ids: Sequence[int], min_tokens: int, skip: bool
+    ) -> None:
         self._decode = decode
         self._stops = stops
         self._longest = max(map(len, stops))
@@ -80,17 +86,22 @@ class StopFinder:
 
 
 class StopStrings:
-    """Watches the answers of requests that have stop strings. Shared by them: the tokenizer, loaded for the first of them.
+    """Watches the answers of requests that have stop strings. Shared by them:
+    the tokenizer, loaded for the first of them.
 
-    Without a tokenizer (`tokenizer.json` in `model_path`, and the `tokenizers` package) the frontend alone ends such answers.
+    Without a tokenizer (`tokenizer.json` in `model_path`, and the `tokenizers` package)
+    the frontend alone ends such answers.
     """
 
     def __init__(self, model_path: str) -> None:
         self._model_path = model_path
         self._loading: asyncio.Task[Decode | None] | None = None
 
-    async def watch(self, request: Request, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
-        """`outputs`, the answer to `request`, ended at the first of its stop strings; as they are where it has none."""
+    async def watch(
+        self, request: Request, outputs: AsyncGenerator[Output, None]
+    ) -> AsyncGenerator[Output, None]:
+        """`outputs`, the answer to `request`, ended at the first of its stop strings;
+        as they are where it has none."""
         if not request.stop_strings:
             return outputs
         if self._loading is None:
@@ -106,11 +117,17 @@ class StopStrings:
 def _finder(decode: Decode, request: Request) -> StopFinder:
     asked = request.engine_request
     return StopFinder(
-        decode, request.stop_strings, asked.prompt.token_ids, asked.sampling.min_tokens, request.skips_special_tokens
+        decode,
+        request.stop_strings,
+        asked.prompt.token_ids,
+        asked.sampling.min_tokens,
+        request.skips_special_tokens,
     )
 
 
-async def _until_stop(outputs: AsyncGenerator[Output, None], finder: StopFinder) -> AsyncGenerator[Output, None]:
+async def _until_stop(
+    outputs: AsyncGenerator[Output, None], finder: StopFinder
+) -> AsyncGenerator[Output, None]:
     opening: Usage | None = None
     async with aclosing(outputs):
         async for output in outputs:
@@ -129,7 +146,8 @@ async def _until_stop(outputs: AsyncGenerator[Output, None], finder: StopFinder)
 
 
 def _last(step: Step, found: Found, before: int, opening: Usage | None) -> Step:
-    """`step` as the answer's last, up to the token that completed the stop string; `before` tokens came before it."""
+    """`step` as the answer's last, up to the token that completed the stop string;
+    `before` tokens came before it."""
     usage = None if opening is None else opening._replace(completion_tokens=before + found.tokens)
     logprobs = None if step.logprobs is None else step.logprobs[: found.tokens]
     return Step(step.token_ids[: found.tokens], logprobs, "stop", found.text, usage)
@@ -142,6 +160,8 @@ def _load(model_path: str) -> Decode | None:
 
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
-        logger.warning("answers with stop strings are ended by the frontend alone, and counted as cancelled: %s", error)
+        logger.warning(
+            "answers with stop strings are ended by the frontend alone, and counted as cancelled: %s", error
+        )
         return None
     return lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))

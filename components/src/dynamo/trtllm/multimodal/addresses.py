@@ -82,8 +82,9 @@ def is_internal_name(host: str) -> bool:
 
 
 def is_among(host: str, allowed: Sequence[str]) -> bool:
-    """True when `host`, as a URL has it, is one of `allowed`: `example.com` is that host alone, `*.example.com` and
-    `.example.com` any host below it. Names in other alphabets are compared as DNS writes them (RFC 5891); ports do not count.
+    """True when `host`, as a URL has it, is one of `allowed`: `example.com` is that host alone,
+    `*.example.com` and `.example.com` any host below it. Names in other alphabets are compared as DNS writes
+    them (RFC 5891); ports do not count.
     """
     name = _as_dns(host)
     for each in allowed:

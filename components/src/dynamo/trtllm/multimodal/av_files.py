@@ -1,4 +1,5 @@
-"""Opening clips and sounds with PyAV: from memory alone, by one demuxer, with the codecs that are named, in silence.
+"""Opening clips and sounds with PyAV: from memory alone, by one demuxer,
+with the codecs that are named, in silence.
 
 Nothing that a file refers to is opened: FFmpeg reads through a stream of our bytes, and is told neither a
 protocol nor any other format. PyAV is imported inside, so that the rest of the worker does without it.
@@ -41,7 +42,8 @@ def opened(data: bytes, demuxer: str, codecs: frozenset[str]) -> Iterator[Any]:
 
 @contextmanager
 def damage_named(message: str) -> Iterator[None]:
-    """Whatever FFmpeg or PyAV raises in the block becomes a `ClientFault` of `message`; worded faults pass."""
+    """Whatever FFmpeg or PyAV raises in the block becomes a `ClientFault` of `message`;
+    worded faults pass."""
     try:
         yield
     except (WorkerError, MemoryError):

@@ -22,7 +22,8 @@ def _pool() -> ThreadPoolExecutor:
 
 
 async def run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `function` in the media pool. A caller that is cancelled leaves at once; a call that has begun ends by itself."""
+    """Call `function` in the media pool. A caller that is cancelled leaves at once;
+    a call that has begun ends by itself."""
     return await asyncio.get_running_loop().run_in_executor(_pool(), partial(function, *args, **kwargs))
 
 

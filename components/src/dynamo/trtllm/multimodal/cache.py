@@ -86,7 +86,8 @@ class ContentCache(Generic[V]):
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.task.done():
-                # Out of the table at once: who asks next begins anew instead of joining what is being cancelled.
+                # Out of the table at once: who asks next begins anew instead
+                # of joining what is being cancelled.
                 if self._flights.get(key) is flight:
                     del self._flights[key]
                 flight.task.cancel()

@@ -1,7 +1,7 @@
 """What `decoder_process` does for clips and sounds: it reads them into memory that the worker maps.
 
-A job is `{"kind": "video", "rule": ..., "limits": ...}` or `{"kind": "audio", "rate": ..., "limits": ...}`, with
-the fields of `FrameRule`, `VideoLimits` and `AudioLimits`.
+A job is `{"kind": "video", "rule": ..., "limits": ...}` or `{"kind": "audio", "rate": ..., "limits":
+...}`, with the fields of `FrameRule`, `VideoLimits` and `AudioLimits`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _shared_memory(nbytes: int) -> tuple[int, mmap.mmap]:
 
 @contextmanager
 def _memory_bounded(nbytes: int, noun: str) -> Iterator[None]:
-    """Let this process take at most `nbytes` more than it has; a file that needs more is refused with `LimitFault`."""
+    """Let this process take at most `nbytes` more than it has;
+    a file that needs more is refused with `LimitFault`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
     bound = now + nbytes if hard == resource.RLIM_INFINITY else min(now + nbytes, hard)

@@ -1,4 +1,5 @@
-"""Clips and sounds, read in a process that can be ended (`decoders`); frames and samples come back in shared memory.
+"""Clips and sounds, read in a process that can be ended (`decoders`);
+frames and samples come back in shared memory.
 
 `read_video` and `read_audio` of `video.reading` and `audio.reading` are what runs there.
 """
@@ -39,7 +40,9 @@ async def read_audio_apart(data: bytes, rate: int, limits: AudioLimits) -> Decod
     """As `read_audio`. Raises what it does, and what `run_apart` does."""
     _opened["audio"] += 1
     message = {"kind": "audio", "rate": rate, "limits": asdict(limits)}
-    return await run_apart(Work("clips", "sound", data, message, limits.decode_timeout_s, partial(_audio, rate=rate)))
+    return await run_apart(
+        Work("clips", "sound", data, message, limits.decode_timeout_s, partial(_audio, rate=rate))
+    )
 
 
 def _video(answer: Mapping[str, Any], descriptor: int) -> DecodedVideo:
@@ -60,8 +63,8 @@ def _audio(answer: Mapping[str, Any], descriptor: int, *, rate: int) -> DecodedA
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
-    """The memory behind `descriptor`, which lives as long as the array over it. Private, so that libraries that want
-    memory which they could write to need no copy.
+    """The memory behind `descriptor`, which lives as long as the array over it.
+    Private, so that libraries that want memory which they could write to need no copy.
     """
     try:
         return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -1,7 +1,8 @@
 """Decoding the payload of a `data:` URL (RFC 2397), as tolerant as browsers are.
 
-Base64 may hold white space, percent-encoded characters and the URL-safe alphabet, and may lack its padding; padding in a wrong
-place, other characters and an impossible length are refused. Pure; long payloads belong into the media pool.
+Base64 may hold white space, percent-encoded characters and the URL-safe alphabet, and may lack its
+padding; padding in a wrong place, other characters and an impossible length are refused. Pure; long
+payloads belong into the media pool.
 """
 
 from __future__ import annotations

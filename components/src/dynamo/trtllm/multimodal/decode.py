@@ -152,7 +152,8 @@ def _check_size(width: int, height: int, config: MediaConfig) -> None:
         raise ClientFault(BROKEN)
     if width * height > config.max_image_pixels:
         raise LimitFault(
-            f"{width} x {height} pixels exceed this worker's limit of {config.max_image_pixels / 1e6:g} million pixels"
+            f"{width} x {height} pixels exceed this worker's limit "
+            f"of {config.max_image_pixels / 1e6:g} million pixels"
         )
 
 
@@ -174,7 +175,9 @@ def _open(kind: str, essentials: bytes) -> ImageFile.ImageFile:
         return _FORMATS[kind].open(io.BytesIO(essentials))
     except SyntaxError as error:
         if kind == "TIFF":
-            raise ClientFault("this kind of TIFF is not read; save it as grey, RGB or CMYK, or as PNG") from error
+            raise ClientFault(
+                "this kind of TIFF is not read; save it as grey, RGB or CMYK, or as PNG"
+            ) from error
         raise
     except OSError as error:
         if kind == "BMP" and "nsupported" in str(error):  # a depth, compression or order of colours

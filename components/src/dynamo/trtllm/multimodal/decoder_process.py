@@ -79,7 +79,8 @@ class Outlet:
         self._file.close()
 
     def put(self, image: Image.Image) -> int:
-        """Write the pixels, three bytes each, and give where they start. PPM is what Pillow writes fastest."""
+        """Write the pixels, three bytes each, and give where they start.
+        PPM is what Pillow writes fastest."""
         if os.fstat(self.descriptor).st_size > KEPT_PIXEL_BYTES:
             self._file.truncate(0)
         self._file.seek(0)
@@ -88,8 +89,8 @@ class Outlet:
 
 
 def _serve(job: dict[str, Any], descriptor: int, outlet: Outlet) -> tuple[Mapping[str, object], int | None]:
-    """The answer to one job, and the descriptor of what it decoded. The timer counts processor time, and its signal
-    ends the process.
+    """The answer to one job, and the descriptor of what it decoded.
+    The timer counts processor time, and its signal ends the process.
     """
     with open(descriptor, "rb") as file:
         data = file.read()
@@ -101,7 +102,13 @@ def _serve(job: dict[str, Any], descriptor: int, outlet: Outlet) -> tuple[Mappin
 
         return clip_process.serve(job, data)
     except WorkerError as fault:
-        kind = "limit" if isinstance(fault, LimitFault) else "client" if isinstance(fault, ClientFault) else "worker"
+        kind = (
+            "limit"
+            if isinstance(fault, LimitFault)
+            else "client"
+            if isinstance(fault, ClientFault)
+            else "worker"
+        )
         return {"fault": kind, "message": fault.message}, None
     except MemoryError:
         return {"fault": "memory"}, None

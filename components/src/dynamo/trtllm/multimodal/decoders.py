@@ -1,9 +1,9 @@
-"""Decoding media in processes of their own, so that a picture, clip or sound that takes too long, or whose client
-has left, is ended for good and takes nothing from the others.
+"""Decoding media in processes of their own, so that a picture, clip or sound that takes too long,
+or whose client has left, is ended for good and takes nothing from the others.
 
 Each decoder is a process behind one thread, which waits for it; the thread starts another in advance when its
-own has ended. Large pictures have decoders of their own, and clips and sounds too, so however many of them are
-under way, a small picture waits for small ones alone. `decoder_process` is the other side.
+own has ended. Large pictures have decoders of their own, and clips and sounds too, so however many of them
+are under way, a small picture waits for small ones alone. `decoder_process` is the other side.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal
 
 @dataclass(frozen=True)
 class Work(Generic[T]):
-    """One file to decode. `message` says to `decoder_process` how; `receive` makes the result of the answer and
-    the descriptor that comes with it, and closes that.
+    """One file to decode. `message` says to `decoder_process` how;
+    `receive` makes the result of the answer and the descriptor that comes with it, and closes that.
     """
 
     lane: Lane
@@ -76,7 +76,8 @@ async def run_apart(work: Work[T]) -> T:
 
 
 async def decode_apart(data: bytes, pixels: int, config: MediaConfig) -> Image.Image:
-    """As `decode.decode`, in a process of its own: see `run_apart`. `pixels` are those that its header tells."""
+    """As `decode.decode`, in a process of its own: see `run_apart`.
+    `pixels` are those that its header tells."""
     small = pixels <= SMALL_PIXELS and len(data) <= SMALL_BYTES
     message = {"kind": "image", "max_image_pixels": config.max_image_pixels}
     limit_s = config.decode_timeout_s
@@ -192,7 +193,8 @@ def _own_decoder() -> _Decoder:
 
 
 def _replace_decoder() -> int:
-    """End the calling thread's decoder, start the next one in advance, and give what the old one ended with."""
+    """End the calling thread's decoder, start the next one in advance,
+    and give what the old one ended with."""
     status: int = _threads.decoder.end()
     _threads.decoder = None
     with suppress(WorkerError):

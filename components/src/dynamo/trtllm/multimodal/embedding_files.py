@@ -1,9 +1,11 @@
-"""Precomputed embeddings from a file: `.pt`, `.pth` and `.bin` as `torch.save` writes them, and `.safetensors`.
+"""Precomputed embeddings from a file:
+`.pt`, `.pth` and `.bin` as `torch.save` writes them, and `.safetensors`.
 
-A file holds one image: a tensor `[tokens, hidden]` or `[1, tokens, hidden]`, or a dictionary with it under `mm_embeddings`.
-Further feature levels stand beside it as `mm_embeddings.1`, `mm_embeddings.2` and so on; all other keys are auxiliary data.
-A `.safetensors` file with a single tensor may name it as it likes. No code of a file runs, and nothing is allocated that its
-checked sizes do not cover. Blocking; call it in the media pool. Shapes and grids are for `Engine.adopt_embeddings` to judge.
+A file holds one image: a tensor `[tokens, hidden]` or `[1, tokens, hidden]`, or a dictionary with it under
+`mm_embeddings`. Further feature levels stand beside it as `mm_embeddings.1`, `mm_embeddings.2` and so on; all
+other keys are auxiliary data. A `.safetensors` file with a single tensor may name it as it likes. No code of
+a file runs, and nothing is allocated that its checked sizes do not cover. Blocking; call it in the media
+pool. Shapes and grids are for `Engine.adopt_embeddings` to judge.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo.trtllm.engines.embedding_shape import rows_of_one_item
 from dynamo.trtllm.errors import ClientFault
-from dynamo.trtllm.multimodal.tensor_pickle import Plain, RefusedPickle, StorageRecord, TensorRecord, read_tensor_pickle
+from dynamo.trtllm.multimodal.tensor_pickle import (
+    Plain,
+    RefusedPickle,
+    StorageRecord,
+    TensorRecord,
+    read_tensor_pickle,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +40,14 @@ MAX_AUXILIARY_NUMBERS = 1 << 17
 _MAX_MEMBERS = 4096
 
 DAMAGED = "the embedding file is damaged or not of the format that its suffix names"
-NOT_PLAIN = "the embedding file holds something other than plain dense tensors, numbers, strings, lists and dictionaries"
-LEGACY = "the embedding file has PyTorch's old format; write it with torch.save of PyTorch 1.6 or later, or as .safetensors"
+NOT_PLAIN = (
+    "the embedding file holds something other than plain dense tensors, "
+    "numbers, strings, lists and dictionaries"
+)
+LEGACY = (
+    "the embedding file has PyTorch's old format; "
+    "write it with torch.save of PyTorch 1.6 or later, or as .safetensors"
+)
 DEFLATED = "the embedding file is a compressed archive; write it with torch.save, which compresses nothing"
 BIG_ENDIAN = "the embedding file was written on a big-endian machine"
 
@@ -53,8 +67,8 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class LoadedEmbeddings:
-    """What a file holds. `tensors["features"]`, `tensors["features.1"]` and so on are `[tokens, hidden]`, floating point, finite,
-    contiguous and on the CPU; `auxiliary` is JSON, its tensors as nested lists."""
+    """What a file holds. `tensors["features"]`, `tensors["features.1"]` and so on are `[tokens, hidden]`,
+    floating point, finite, contiguous and on the CPU; `auxiliary` is JSON, its tensors as nested lists."""
 
     tensors: Mapping[str, torch.Tensor]
     auxiliary: Mapping[str, Any]
@@ -63,7 +77,8 @@ class LoadedEmbeddings:
 def load_embedding_file(data: bytes, suffix: str, max_logical_bytes: int) -> LoadedEmbeddings:
     """Read the content of a file with that `suffix` (`.pt`, `.pth`, `.bin`, `.safetensors`).
 
-    `max_logical_bytes` bounds elements times element size over all its tensors, however small the file. Raises `ClientFault`.
+    `max_logical_bytes` bounds elements times element size over all its tensors,
+    however small the file. Raises `ClientFault`.
     """
     if not data:
         raise ClientFault("the embedding file is empty")
@@ -72,7 +87,8 @@ def load_embedding_file(data: bytes, suffix: str, max_logical_bytes: int) -> Loa
 
 
 def _read_safetensors(data: bytes) -> dict[str, Any]:
-    """All tensors of the file; the format's own rules tie every tensor to bytes of the file, without overlap."""
+    """All tensors of the file; the format's own rules tie every tensor
+    to bytes of the file, without overlap."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -102,9 +118,12 @@ def _read_torch(data: bytes, max_logical_bytes: int) -> Any:
 
 
 def _checked_members(archive: zipfile.ZipFile, file_bytes: int) -> dict[str, zipfile.ZipInfo]:
-    """The archive's members by their name below its one top folder; stored, unencrypted, and no larger together than the file."""
+    """The archive's members by their name below its one top folder;
+    stored, unencrypted, and no larger together than the file."""
     infos = archive.infolist()
-    if any(info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos):
+    if any(
+        info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size for info in infos
+    ):
         raise ClientFault(DEFLATED)
     if len(infos) > _MAX_MEMBERS or sum(info.file_size for info in infos) > file_bytes:
         raise ClientFault(DAMAGED)
@@ -117,7 +136,8 @@ def _checked_members(archive: zipfile.ZipFile, file_bytes: int) -> dict[str, zip
 
 
 def _check_logical_size(content: Plain, max_logical_bytes: int) -> None:
-    """Add up all tensors before the first is built: a small file can describe large ones, and one of them many times."""
+    """Add up all tensors before the first is built:
+    a small file can describe large ones, and one of them many times."""
     import torch
 
     total = 0
@@ -133,7 +153,9 @@ def _check_logical_size(content: Plain, max_logical_bytes: int) -> None:
             total += math.prod(value.size) * dtype.itemsize
     if total > max_logical_bytes:
         limit = max_logical_bytes / (1 << 20)
-        raise ClientFault(f"the tensors of the embedding file are larger than this worker's limit of {limit:g} MiB")
+        raise ClientFault(
+            f"the tensors of the embedding file are larger than this worker's limit of {limit:g} MiB"
+        )
 
 
 class _Builder:
@@ -158,7 +180,9 @@ class _Builder:
         storage = self._storage(record.storage)
         if 0 in record.size:
             return torch.empty(record.size, dtype=storage.dtype)
-        last = record.offset + sum((size - 1) * stride for size, stride in zip(record.size, record.stride, strict=True))
+        last = record.offset + sum(
+            (size - 1) * stride for size, stride in zip(record.size, record.stride, strict=True)
+        )
         if last >= storage.numel():
             raise ClientFault(DAMAGED)
         view = storage.as_strided(record.size, record.stride, record.offset)
@@ -172,7 +196,8 @@ class _Builder:
         if record not in self._storages:
             raw = bytearray(self._archive.read(self._members[f"data/{record.key}"]))
             dtype: torch.dtype = getattr(torch, _DTYPES[record.storage_type])
-            # A byte other than 0 and 1 in a boolean tensor is undefined behaviour, so booleans are made from bytes.
+            # A byte other than 0 and 1 in a boolean tensor is undefined behaviour,
+            # so booleans are made from bytes.
             stored = torch.uint8 if dtype is torch.bool else dtype
             elements = torch.frombuffer(raw, dtype=stored) if raw else torch.empty(0, dtype=stored)
             self._storages[record] = elements != 0 if dtype is torch.bool else elements
@@ -188,7 +213,9 @@ def _select(content: Any, suffix: str) -> LoadedEmbeddings:
     if isinstance(content, torch.Tensor):
         content = {MAIN_KEY: content}
     if not isinstance(content, dict) or not isinstance(content.get(MAIN_KEY), torch.Tensor):
-        raise ClientFault(f"the embedding file must hold one tensor, or a dictionary with a tensor under the key {MAIN_KEY}")
+        raise ClientFault(
+            f"the embedding file must hold one tensor, or a dictionary with a tensor under the key {MAIN_KEY}"
+        )
     tensors = {"features": _checked(content.pop(MAIN_KEY), MAIN_KEY)}
     for level in range(1, MAX_LEVELS):
         key = f"{MAIN_KEY}.{level}"
@@ -196,14 +223,18 @@ def _select(content: Any, suffix: str) -> LoadedEmbeddings:
             break
         tensors[f"features.{level}"] = _checked(content.pop(key), key)
     if any(key.startswith(f"{MAIN_KEY}.") for key in content):
-        raise ClientFault(f"feature levels of an embedding file are numbered {MAIN_KEY}.1, {MAIN_KEY}.2 and so on, without a gap")
+        raise ClientFault(
+            f"feature levels of an embedding file are numbered {MAIN_KEY}.1, "
+            f"{MAIN_KEY}.2 and so on, without a gap"
+        )
     if len({tensor.shape[0] for tensor in tensors.values()}) > 1:
         raise ClientFault("the feature levels of the embedding file differ in their number of tokens")
     return LoadedEmbeddings(tensors, _Auxiliary().to_json(content))
 
 
 def _checked(value: Any, key: str) -> torch.Tensor:
-    """`value` as `[tokens, hidden]`. Raises `ClientFault` for another shape or dtype, and for values that are not finite."""
+    """`value` as `[tokens, hidden]`. Raises `ClientFault` for another shape or dtype,
+    and for values that are not finite."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -232,9 +263,14 @@ class _Auxiliary:
         if isinstance(value, torch.Tensor):
             self._numbers += value.numel()
             if self._numbers > MAX_AUXILIARY_NUMBERS:
-                raise ClientFault(f"the auxiliary tensors of the embedding file hold more than {MAX_AUXILIARY_NUMBERS} numbers")
+                raise ClientFault(
+                    "the auxiliary tensors of the embedding file hold more "
+                    f"than {MAX_AUXILIARY_NUMBERS} numbers"
+                )
             if value.is_complex() or not bool(torch.isfinite(value.double()).all()):
-                raise ClientFault("an auxiliary tensor of the embedding file holds values that are not finite real numbers")
+                raise ClientFault(
+                    "an auxiliary tensor of the embedding file holds values that are not finite real numbers"
+                )
             return value.tolist()
         if isinstance(value, float) and not math.isfinite(value):
             raise ClientFault("the auxiliary data of the embedding file hold a number that is not finite")

@@ -18,7 +18,15 @@ from dynamo.trtllm.multimodal.content_encoding import FetchError
 from dynamo.trtllm.multimodal.data_url import decode_payload
 from dynamo.trtllm.multimodal.files import read_file
 from dynamo.trtllm.multimodal.http_client import TIMED_OUT, MediaHttpClient, host_of
-from dynamo.trtllm.multimodal.parts import DataSource, EmbeddingFile, HttpSource, MediaFile, MediaPart, Source, at_part
+from dynamo.trtllm.multimodal.parts import (
+    DataSource,
+    EmbeddingFile,
+    HttpSource,
+    MediaFile,
+    MediaPart,
+    Source,
+    at_part,
+)
 
 _LONG_PAYLOAD = 1 << 16
 """Data URLs up to this length are decoded on the event loop, in well under a millisecond."""
@@ -35,12 +43,15 @@ class _HostSlots:
 class Fetcher:
     """Reads sources, with bounds on how much is downloaded at once: in all, and from one host.
 
-    Requests share the slots, overall and per host, and the HTTP client. One event loop; close it with `close`.
+    Requests share the slots, overall and per host, and the HTTP client.
+    One event loop; close it with `close`.
     """
 
     def __init__(self, config: MediaConfig) -> None:
         self._config = config
-        self._client = MediaHttpClient(allow_internal=config.allow_internal, allowed_hosts=config.allowed_hosts)
+        self._client = MediaHttpClient(
+            allow_internal=config.allow_internal, allowed_hosts=config.allowed_hosts
+        )
         self._slots = asyncio.Semaphore(config.max_fetches)
         self._hosts: dict[str, _HostSlots] = {}
 
@@ -51,8 +62,9 @@ class Fetcher:
     async def fetch(self, source: Source) -> bytes:
         """The bytes of `source`, at most `max_file_bytes`.
 
-        Raises `ClientFault` (without a position; see `at_part`), and `Overloaded` when no place among the downloads came free
-        within `fetch_timeout_s`; the download itself then has `fetch_timeout_s` of its own.
+        Raises `ClientFault` (without a position; see `at_part`), and `Overloaded` when no place among
+        the downloads came free within `fetch_timeout_s`; the download itself then has
+        `fetch_timeout_s` of its own.
         """
         if isinstance(source, HttpSource):
             return await self._download(source)
@@ -60,19 +72,24 @@ class Fetcher:
             if len(source.payload) <= _LONG_PAYLOAD:
                 return decode_payload(source, self._config)
             return await run_blocking(decode_payload, source, self._config)
-        assert isinstance(source, (MediaFile, EmbeddingFile))  # what is known by its uuid alone is not fetched
-        return await run_blocking(read_file, source.path, self._config.allowed_local_path, self._config.max_file_bytes)
+        # what is known by its uuid alone is not fetched
+        assert isinstance(source, (MediaFile, EmbeddingFile))
+        return await run_blocking(
+            read_file, source.path, self._config.allowed_local_path, self._config.max_file_bytes
+        )
 
     async def fetch_all(self, items: Sequence[tuple[MediaPart, Source]]) -> list[bytes]:
         """The bytes of all `items`, in order, read side by side; equal sources of one request are read once.
 
-        The first failure ends the others. Raises `PartFault`, `LimitFault` when all together exceed `max_request_bytes`,
-        and `Overloaded`.
+        The first failure ends the others. Raises `PartFault`,
+        `LimitFault` when all together exceed `max_request_bytes`, and `Overloaded`.
         """
         first: dict[Source, MediaPart] = {}
         for part, source in items:
             first.setdefault(source, part)
-        tasks = {source: asyncio.ensure_future(self._fetch_part(part, source)) for source, part in first.items()}
+        tasks = {
+            source: asyncio.ensure_future(self._fetch_part(part, source)) for source, part in first.items()
+        }
         total = 0
         try:
             for ended in asyncio.as_completed(tasks.values()):
@@ -91,7 +108,9 @@ class Fetcher:
     def _check_total(self, total: int) -> None:
         limit = self._config.max_request_bytes
         if total > limit:
-            raise LimitFault(f"the media of this request exceed this worker's limit of {limit / MEBIBYTE:g} MiB in all")
+            raise LimitFault(
+                f"the media of this request exceed this worker's limit of {limit / MEBIBYTE:g} MiB in all"
+            )
 
     async def _download(self, source: HttpSource) -> bytes:
         timeout_s = self._config.fetch_timeout_s
@@ -109,7 +128,8 @@ class Fetcher:
 
     @asynccontextmanager
     async def _slot(self, host: str) -> AsyncIterator[None]:
-        """Hold a slot of the host and one of the process; waiting for the host first keeps a slow one from taking them all."""
+        """Hold a slot of the host and one of the process;
+        waiting for the host first keeps a slow one from taking them all."""
         slots = self._hosts.setdefault(host, _HostSlots(asyncio.Semaphore(self._config.fetches_per_host)))
         slots.users += 1
         end = time.monotonic() + self._config.fetch_timeout_s

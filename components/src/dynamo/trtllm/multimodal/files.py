@@ -1,6 +1,8 @@
-"""Reading a file that a client named: only regular files inside the allowed directory, and nothing learnt about any other.
+"""Reading a file that a client named: only regular files inside the allowed directory,
+and nothing learnt about any other.
 
-Outside and missing give one and the same message, so answers cannot map the disk. Blocking; called in the media pool.
+Outside and missing give one and the same message, so answers cannot map the disk.
+Blocking; called in the media pool.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def _inside(path: str, root: str) -> bool:
 
 
 def _open_inside(path: str, root: Path) -> int:
-    """Open `path`; raise `OSError` unless it is a regular file whose real path lies in `root`, before and after the opening."""
+    """Open `path`; raise `OSError` unless it is a regular file whose real path lies in `root`,
+    before and after the opening."""
     real_root = os.path.realpath(root)
     target = os.path.realpath(path)
     if not _inside(target, real_root) or not stat.S_ISREG(os.lstat(target).st_mode):
@@ -58,7 +61,8 @@ def _open_inside(path: str, root: Path) -> int:
 
 
 def _read_capped(descriptor: int, max_bytes: int) -> bytes:
-    """Read to the end; the size is checked before and, for a file that grows meanwhile, during the reading."""
+    """Read to the end; the size is checked before and,
+    for a file that grows meanwhile, during the reading."""
     size = os.fstat(descriptor).st_size
     pieces: list[bytes] = []
     total = 0

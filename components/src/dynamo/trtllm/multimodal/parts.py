@@ -1,6 +1,8 @@
-"""What a media part of a request refers to, decided from its text alone; nothing here touches a disk or a network.
+"""What a media part of a request refers to, decided from its text alone;
+nothing here touches a disk or a network.
 
-Steps of this package raise `ClientFault` without saying which part is meant; `at_part` adds the position, in one place.
+Steps of this package raise `ClientFault` without saying which part is meant;
+`at_part` adds the position, in one place.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _PART_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 
 @dataclass(frozen=True)
 class MediaPart:
-    """One media part of a request; `position` counts those of its kind from 1, in the order in which they were sent."""
+    """One media part of a request; `position` counts those of its kind from 1,
+    in the order in which they were sent."""
 
     position: int
     kind: str
@@ -76,7 +79,8 @@ class MediaFile:
 
 @dataclass(frozen=True)
 class EmbeddingFile:
-    """Precomputed embeddings on this worker's disk; `path` as in `MediaFile`, `suffix` in lower case with its dot."""
+    """Precomputed embeddings on this worker's disk; `path` as in `MediaFile`,
+    `suffix` in lower case with its dot."""
 
     path: str
     suffix: str
@@ -94,7 +98,8 @@ Source: TypeAlias = HttpSource | DataSource | MediaFile | EmbeddingFile | Known
 
 @contextmanager
 def at_part(part: MediaPart) -> Iterator[None]:
-    """Turn a `ClientFault` of the block into a `PartFault` that names `part`; one that names a part already passes."""
+    """Turn a `ClientFault` of the block into a `PartFault` that names `part`;
+    one that names a part already passes."""
     try:
         yield
     except PartFault:
@@ -108,7 +113,11 @@ def classify(part: MediaPart, config: MediaConfig, modality: Modality = Modality
     with at_part(part):
         kind = KINDS.get(part.kind)
         if modality is Modality.TEXT or kind is None:
-            serves = "text alone" if modality is Modality.TEXT else in_words(each.plural for each in KINDS.values())
+            serves = (
+                "text alone"
+                if modality is Modality.TEXT
+                else in_words(each.plural for each in KINDS.values())
+            )
             raise ClientFault(f"this worker takes no {plural_of(part.kind)}; it serves {serves}")
         if part.uuid is not None and not part.url:
             return Known(part.uuid)
@@ -121,8 +130,8 @@ def classify(part: MediaPart, config: MediaConfig, modality: Modality = Modality
 def require_known_content(messages: object) -> None:
     """Refuse what of a request's `messages` would be answered as if it were not there.
 
-    Media of the kinds in the registry come as `MediaPart`s as well; any other part that is not text reaches a worker here only.
-    Raises `ClientFault` naming message and part, counted from 1.
+    Media of the kinds in the registry come as `MediaPart`s as well; any other part that is not text reaches
+    a worker here only. Raises `ClientFault` naming message and part, counted from 1.
     """
     if not isinstance(messages, (list, tuple)):
         raise ClientFault("messages must be a list")
@@ -133,7 +142,9 @@ def require_known_content(messages: object) -> None:
             raise ClientFault(f"message {number}: an answer's audio is not supported; {TAKEN}")
         content = message.get("content")
         for at, part in enumerate(content if isinstance(content, (list, tuple)) else (), 1):
-            kind = part.get("type") if isinstance(part, Mapping) else "text" if isinstance(part, str) else None
+            kind = (
+                part.get("type") if isinstance(part, Mapping) else "text" if isinstance(part, str) else None
+            )
             is_named = isinstance(kind, str) and _PART_TYPE.fullmatch(kind)
             if not is_named or kind not in _KNOWN_CONTENT:
                 named = kind if is_named else "a part of this type"
@@ -150,7 +161,8 @@ def names_embedding_file(part: MediaPart) -> bool:
 
 
 def reference_of(url: str) -> str:
-    """`url` as far as it says what to read: equal ones are one download. A fragment is never sent to a server."""
+    """`url` as far as it says what to read: equal ones are one download.
+    A fragment is never sent to a server."""
     url = url.strip(_AROUND)
     return url.partition("#")[0] if _scheme_of(url) in ("http", "https") else url
 
@@ -215,7 +227,9 @@ def _classify_http(url: str, kind: MediaKind) -> HttpSource:
     if not parsed.hostname or _CONTROL.search(parsed.netloc):
         raise ClientFault("its url is not a valid URL")
     if kind.embedding_files and _suffix(parsed.path) in EMBEDDING_SUFFIXES:
-        raise ClientFault("embedding files are not fetched over http; they are read from the worker's own disk (file://)")
+        raise ClientFault(
+            "embedding files are not fetched over http; they are read from the worker's own disk (file://)"
+        )
     return HttpSource(reference_of(url), kind.accept)
 
 
@@ -226,7 +240,8 @@ def _classify_data(url: str, config: MediaConfig) -> DataSource:
     if len(payload) > 3 * config.max_file_bytes:
         raise ClientFault(too_large(config))
     parameters = [piece.strip().lower() for piece in header[:1024].split(";")]
-    # The label decides nothing: object stores call everything binary/octet-stream. The content is looked at, as over http.
+    # The label decides nothing: object stores call everything binary/octet-stream.
+    # The content is looked at, as over http.
     return DataSource(mime=parameters[0][:100], payload=payload, base64="base64" in parameters[1:])
 
 

@@ -1,9 +1,10 @@
 """Reading the pickle inside a file of `torch.save` without running any of it.
 
-PyTorch's own `weights_only=True` runs no foreign code, but it calls constructors that a small file can use to allocate any amount
-of memory, resizes storages that are too short for their tensor, and builds sparse, quantized, meta and wrapped tensors. Here the
-opcodes are interpreted by a table: the result is made of plain values and `TensorRecord`s, which only describe a tensor, and what
-is not in the tables is refused. Pure Python; knows neither torch nor the archive around the pickle.
+PyTorch's own `weights_only=True` runs no foreign code, but it calls constructors that a small file can use to
+allocate any amount of memory, resizes storages that are too short for their tensor, and builds sparse,
+quantized, meta and wrapped tensors. Here the opcodes are interpreted by a table: the result is made of plain
+values and `TensorRecord`s, which only describe a tensor, and what is not in the tables is refused. Pure
+Python; knows neither torch nor the archive around the pickle.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ _INT64 = 1 << 63
 
 
 class RefusedPickle(Exception):
-    """The pickle holds something other than plain values and plain tensors, or is damaged. The text is for the log."""
+    """The pickle holds something other than plain values and plain tensors, or is damaged.
+    The text is for the log."""
 
 
 @dataclass(frozen=True)
 class StorageRecord:
-    """A storage in the archive: `key` names its member, `storage_type` its elements (such as `FloatStorage`)."""
+    """A storage in the archive: `key` names its member,
+    `storage_type` its elements (such as `FloatStorage`)."""
 
     key: str
     storage_type: str
@@ -34,7 +37,8 @@ class StorageRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A strided tensor, as described by the file; offset, size and stride count elements, and are not negative."""
+    """A strided tensor, as described by the file;
+    offset, size and stride count elements, and are not negative."""
 
     storage: StorageRecord
     offset: int
@@ -106,7 +110,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch Size": _size,
 }
 _STORAGE_TYPES = frozenset(
-    f"torch {kind}Storage" for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+    f"torch {kind}Storage"
+    for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 )
 
 _CONSTANTS: dict[str, Callable[[], Any]] = {
@@ -123,7 +128,8 @@ _IGNORED = frozenset({"PROTO", "FRAME", "STOP"})
 
 
 class _Machine:
-    """The stack machine of a pickle, for the opcodes that `torch.save` writes for tensors and plain values."""
+    """The stack machine of a pickle, for the opcodes that `torch.save`
+    writes for tensors and plain values."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -205,7 +211,11 @@ class _Machine:
         self._update(self._since_mark())
 
     def _update(self, items: list[Any]) -> None:
-        if type(self._stack[-1]) is not dict or len(items) % 2 or not all(type(key) is str for key in items[::2]):
+        if (
+            type(self._stack[-1]) is not dict
+            or len(items) % 2
+            or not all(type(key) is str for key in items[::2])
+        ):
             raise RefusedPickle("a key that is no string, or for something that is no dictionary")
         self._stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
@@ -235,7 +245,8 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 class _Copier:
-    """Copies a result into plain values. What the memo shares is counted at each place, so that sharing cannot multiply."""
+    """Copies a result into plain values. What the memo shares is counted at each place,
+    so that sharing cannot multiply."""
 
     def __init__(self) -> None:
         self._nodes = 0

@@ -1,1 +1,2 @@
-"""Other workers of the deployment: what is asked of an encode or a prefill worker, and the messages between them."""
+"""Other workers of the deployment: what is asked of an encode or a prefill worker,
+and the messages between them."""

@@ -1,8 +1,10 @@
-"""Calls from this worker to another one. `PeerClient` wraps Dynamo's client; nothing else in the package calls `client()`.
+"""Calls from this worker to another one. `PeerClient` wraps Dynamo's client;
+nothing else in the package calls `client()`.
 
-What Dynamo's client does that its name does not tell (observed on 1.6.1): an `InvalidArgument` of the remote stays typed, while a
-dead or late peer arrives as a plain `ValueError` or `Exception` ("Unavailable: ...", "DeadlineExceeded: ..."), which the frontend
-would answer with a client's 400 or a 500; cancelling the task does not stop the remote, passing the request's context does.
+What Dynamo's client does that its name does not tell (observed on 1.6.1): an `InvalidArgument` of the remote
+stays typed, while a dead or late peer arrives as a plain `ValueError` or `Exception` ("Unavailable: ...",
+"DeadlineExceeded: ..."), which the frontend would answer with a client's 400 or a 500; cancelling the task
+does not stop the remote, passing the request's context does.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from dynamo.llm.exceptions import (
 )
 
 from dynamo.trtllm.core import Context
-from dynamo.trtllm.errors import ClientFault, EngineFault, PeerFault, PeerTimeout, PeerUnavailable, RequestCancelled, WorkerError
+from dynamo.trtllm.errors import (
+    ClientFault,
+    EngineFault,
+    PeerFault,
+    PeerTimeout,
+    PeerUnavailable,
+    RequestCancelled,
+    WorkerError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +75,11 @@ class PeerClient:
     ) -> Mapping[str, Any]:
         """The one reply of `instance` to `request`.
 
-        Raises `ClientFault` with the peer's words, `PeerTimeout` after `timeout_s`, `RequestCancelled`, and `PeerUnavailable`
-        for everything that another instance might do better.
+        Raises `ClientFault` with the peer's words, `PeerTimeout` after `timeout_s`, `RequestCancelled`,
+        and `PeerUnavailable` for everything that another instance might do better.
         """
-        # A context of its own: leaving early, by the deadline or because the client left, must stop the remote as well.
+        # A context of its own: leaving early, by the deadline or because the client left,
+        # must stop the remote as well.
         own = context.detached(uuid.uuid4().hex) if context is not None else None
         try:
             return await asyncio.wait_for(self._first_reply(request, instance, own), timeout_s)
@@ -78,7 +89,9 @@ class PeerClient:
             if own is not None:
                 own.stop_generating()
 
-    async def _first_reply(self, request: Mapping[str, Any], instance: int, context: Context | None) -> Mapping[str, Any]:
+    async def _first_reply(
+        self, request: Mapping[str, Any], instance: int, context: Context | None
+    ) -> Mapping[str, Any]:
         try:
             stream = await self._client.direct(dict(request), instance, annotated=False, context=context)
             reply: Mapping[str, Any] | None = None
@@ -117,8 +130,9 @@ async def first_answer(
 ) -> Answer:
     """What `ask(instance, seconds)` gives for the first of `instances` that serves, `TRIES` of them at most.
 
-    All tries together take `timeout_s`; each leaves the ones after it an equal share of what is left. `on_retry` is called
-    before each try but the first. Raises the last try's `PeerFault`, and `PeerUnavailable` where there is no instance.
+    All tries together take `timeout_s`; each leaves the ones after it an equal share of what is left.
+    `on_retry` is called before each try but the first. Raises the last try's `PeerFault`, and
+    `PeerUnavailable` where there is no instance.
     """
     end = time.monotonic() + timeout_s
     failure: PeerFault = PeerUnavailable(f"no {name} worker is available")

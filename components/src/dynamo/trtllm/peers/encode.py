@@ -1,7 +1,7 @@
 """Media items from encode workers: choose an instance, ask it, and read the embeddings that it offers.
 
-The instance for an item is chosen by rendezvous hash of the item's reference, so that one picture is encoded once in a cluster;
-the next one in its order serves when the first is gone or has too much to do.
+The instance for an item is chosen by rendezvous hash of the item's reference, so that one picture is encoded
+once in a cluster; the next one in its order serves when the first is gone or has too much to do.
 """
 
 from __future__ import annotations
@@ -34,17 +34,24 @@ logger = logging.getLogger(__name__)
 
 _SPARE_LOAD = 4
 _HASHED_ENDS = 4096
-"""Characters at both ends of a reference that choose its instance; a long data URL would hold up the event loop."""
+"""Characters at both ends of a reference that choose its instance;
+a long data URL would hold up the event loop."""
 
 
 class RemoteEncoder:
-    """Loads parts through encode workers. Shared by requests: the load counters and the cache of what was read.
+    """Loads parts through encode workers. Shared by requests:
+    the load counters and the cache of what was read.
 
     `fallback` loads here while no encode worker lives or is reachable; None answers 503 instead.
     """
 
     def __init__(
-        self, client: PeerClient, transfer: Transfer, peers: PeerConfig, media: MediaConfig, fallback: MediaLoader | None
+        self,
+        client: PeerClient,
+        transfer: Transfer,
+        peers: PeerConfig,
+        media: MediaConfig,
+        fallback: MediaLoader | None,
     ) -> None:
         self._client = client
         self._transfer = transfer
@@ -55,8 +62,11 @@ class RemoteEncoder:
         self._cache: ContentCache[MediaItem] = ContentCache(media.cache_bytes, nbytes)
         self._retries = 0
 
-    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
-        """As `MediaLoader.load`, equal references asked for once; raises `PeerUnavailable` and `PeerTimeout` besides."""
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[MediaItem]:
+        """As `MediaLoader.load`, equal references asked for once;
+        raises `PeerUnavailable` and `PeerTimeout` besides."""
         self._check(parts)
         if self._fallback is not None and not self._client.instances():
             return await self._fallback.load(parts, budget, context)
@@ -88,7 +98,9 @@ class RemoteEncoder:
                     raise ClientFault("its url is missing or not a string")
         require_counts((part.kind for part in parts), self._media)
 
-    async def _items(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None) -> list[MediaItem]:
+    async def _items(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None
+    ) -> list[MediaItem]:
         keys = _keys_of(parts)
         first: dict[_Key, MediaPart] = {}
         for part, key in zip(parts, keys, strict=True):
@@ -149,13 +161,16 @@ class RemoteEncoder:
     def _candidates(self, part: MediaPart) -> list[int]:
         """Live instances, best first: by rendezvous hash, those that carry much more than their share last.
 
-        What has a uuid goes by that and nothing else, since a later request with the uuid alone has to find the same instance.
+        What has a uuid goes by that and nothing else, since a later request
+        with the uuid alone has to find the same instance.
         """
         instances = self._client.instances()
         reference = part.url if part.uuid is None else json.dumps([part.tenant, part.kind, part.uuid])
         ends = f"{len(reference)} {reference[:_HASHED_ENDS]} {reference[-_HASHED_ENDS:]}"
         digest = hashlib.sha256(ends.encode(errors="surrogatepass")).digest()
-        ranked = sorted(instances, key=lambda each: hashlib.sha256(digest + each.to_bytes(8, "little")).digest())
+        ranked = sorted(
+            instances, key=lambda each: hashlib.sha256(digest + each.to_bytes(8, "little")).digest()
+        )
         if part.uuid is not None:
             return ranked
         share = sum(self._load[each] for each in instances) / max(1, len(instances))
@@ -180,7 +195,12 @@ def _keys_of(parts: Sequence[MediaPart]) -> list[_Key]:
     """A part that is its uuid alone has the key of one of the same request that brings the content."""
     sent = {(part.kind, part.uuid): reference_of(part.url) for part in parts if part.url}
     return [
-        (part.kind, reference_of(part.url) or (part.uuid and sent.get((part.kind, part.uuid))) or "", part.uuid) for part in parts
+        (
+            part.kind,
+            reference_of(part.url) or (part.uuid and sent.get((part.kind, part.uuid))) or "",
+            part.uuid,
+        )
+        for part in parts
     ]
 
 

@@ -1,9 +1,10 @@
-"""What crosses a process between our own workers: prefill's hand-off to decode, and the encode worker's request and reply.
+"""What crosses a process between our own workers: prefill's hand-off to decode,
+and the encode worker's request and reply.
 
-Every message carries the schema's version; a reader that meets another version or an unknown field refuses it, so that
-workers of two releases fail in words instead of decoding nonsense. Tensors never travel here, only the transfer's
-descriptors of them. The fields have types of their own: a changed noun of `core` or of the engine port changes how a message
-is made and read here, never what is on the wire.
+Every message carries the schema's version; a reader that meets another version or an unknown field refuses
+it, so that workers of two releases fail in words instead of decoding nonsense. Tensors never travel here,
+only the transfer's descriptors of them. The fields have types of their own: a changed noun of `core` or of
+the engine port changes how a message is made and read here, never what is on the wire.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Message(BaseModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             raise PeerFault(
-                f"the {sender} worker speaks another schema than this one; run the same release on all workers"
+                f"the {sender} worker speaks another schema than this one; "
+                "run the same release on all workers"
             ) from error
 
 
@@ -60,9 +62,10 @@ class WireLogprobs(NamedTuple):
 class Handoff(Message):
     """What decode needs of a prefilled request: it fetches no media and tokenizes nothing.
 
-    `prompt_token_ids` are expanded; `logprobs` belong to `first_token_ids`; `meta` and `transfer` are the engine's state.
-    With `finish` set the request is over: decode emits what is here, and there is no state.
-    `seed` is the request's own or, for a sampled request without one, prefill's choice: decode goes on with the same noise.
+    `prompt_token_ids` are expanded; `logprobs` belong to `first_token_ids`; `meta` and `transfer` are the
+    engine's state. With `finish` set the request is over: decode emits what is here, and there is no
+    state. `seed` is the request's own or, for a sampled request without one, prefill's choice: decode
+    goes on with the same noise.
     """
 
     engine: str
@@ -77,7 +80,8 @@ class Handoff(Message):
     transfer: TransferDescriptor | None = None
 
     def first_step(self) -> Step:
-        """Prefill's first token as the engine port's step; the final one when prefill finished the request."""
+        """Prefill's first token as the engine port's step;
+        the final one when prefill finished the request."""
         logprobs = None if self.logprobs is None else tuple(_position(each) for each in self.logprobs)
         return Step(
             token_ids=self.first_token_ids,
@@ -118,8 +122,8 @@ def _token(logprob: WireLogprob) -> TokenLogprob:
 class EncodeRequest(Message):
     """Ask an encode worker for the embeddings of one item of media, or of one embedding file.
 
-    `position` counts the caller's items of the kind, from 1. `text_tokens` and `context_length` let the worker refuse what would
-    not fit before it encodes.
+    `position` counts the caller's items of the kind, from 1.
+    `text_tokens` and `context_length` let the worker refuse what would not fit before it encodes.
     """
 
     kind: str

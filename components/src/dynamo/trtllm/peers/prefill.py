@@ -20,10 +20,11 @@ class PrefillPeers:
         self._timeout_s = timeout_s
 
     async def prefill(self, request: Request, context: Context, lost: Handoff | None = None) -> Handoff:
-        """Prefill's hand-off of `request`, with the seed of the `lost` one, so that the first token is the same.
+        """Prefill's hand-off of `request`, with the seed of the `lost` one,
+        so that the first token is the same.
 
-        Raises `ClientFault` in prefill's words, `PeerUnavailable`, `PeerTimeout`, and `PeerFault` for a reply of another
-        release.
+        Raises `ClientFault` in prefill's words, `PeerUnavailable`, `PeerTimeout`,
+        and `PeerFault` for a reply of another release.
         """
         instances = self._client.instances()
         random.shuffle(instances)

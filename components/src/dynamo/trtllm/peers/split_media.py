@@ -1,6 +1,7 @@
 """Media of an engine that takes some of them from encode workers and encodes others where the prompt is.
 
-A kind that an encode worker encodes for it goes there whole; of another kind only embedding files do, which lie there.
+A kind that an encode worker encodes for it goes there whole;
+of another kind only embedding files do, which lie there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class SplitMedia:
         self._apart = apart
         self._taken = taken
 
-    async def load(self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None) -> list[MediaItem]:
+    async def load(
+        self, parts: Sequence[MediaPart], budget: TokenBudget, context: Context | None = None
+    ) -> list[MediaItem]:
         """As `RemoteEncoder.load`; a request with media of both places gets all of them, in its order."""
         sent = {(part.kind, part.uuid): names_embedding_file(part) for part in parts if part.url}
         goes_apart = [self._is_apart(part, sent) for part in parts]

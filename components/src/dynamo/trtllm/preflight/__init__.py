@@ -1,4 +1,5 @@
-"""Checks a configuration before anything is loaded: `--check`, and the same rules at every start. Never imports an engine."""
+"""Checks a configuration before anything is loaded: `--check`, and the same rules at every start.
+Never imports an engine."""
 
 from __future__ import annotations
 

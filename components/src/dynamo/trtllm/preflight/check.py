@@ -1,4 +1,5 @@
-"""`--check`: prints the plan, what is worth knowing and every fault; says by its exit code whether there was one."""
+"""`--check`: prints the plan, what is worth knowing and every fault;
+says by its exit code whether there was one."""
 
 from __future__ import annotations
 

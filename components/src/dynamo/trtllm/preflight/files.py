@@ -1,9 +1,9 @@
 """Whether a model's directory has what the frontend and the engine will read: nothing missing, cut short or a
 pointer.
 
-Dynamo's frontend renders the chat template and makes the token ids from files that the worker registers. A file
-that it cannot use leaves a worker that serves and a model that is never listed, so it is looked at here, before
-anything is loaded.
+Dynamo's frontend renders the chat template and makes the token ids from files that the worker registers. A
+file that it cannot use leaves a worker that serves and a model that is never listed, so it is looked at here,
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _HUGGING_FACE_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model", "*.tiktoken")
 """What Dynamo's frontend can make token ids with."""
 _TEXT_FILES = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-    "chat_template.json",
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "generation_config.json", "chat_template.json",
 )  # fmt: skip
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -64,7 +64,10 @@ def find_file_faults(config: WorkerConfig, shape: ModelShape | None) -> Iterator
 
 
 def _no_decoder(path: str) -> str:
-    return f"the config.json of {path} does not describe a decoder with attention heads and layers: give another model"
+    return (
+        f"the config.json of {path} does not describe a decoder with attention heads and layers: "
+        "give another model"
+    )
 
 
 def _broken_files(config: WorkerConfig, directory: Path) -> Iterator[str]:
@@ -84,13 +87,22 @@ def _missing_files(
     elif shape is None and not unreadable and config.engine.kind is not EngineKind.DOUBLE:
         yield _no_decoder(path)
     elif not unreadable and not architectures_of(read_object(directory / CONFIG)):
-        yield f"the config.json of {path} names no architectures, by which engine and frontend know the model: {DOWNLOAD}"
+        yield (
+            f"the config.json of {path} names no architectures, "
+            f"by which engine and frontend know the model: {DOWNLOAD}"
+        )
     if not any(found.is_file() for pattern in _TOKENIZERS for found in directory.glob(pattern)):
-        yield f"{lacks} tokenizer.json, which Dynamo's frontend makes token ids with: {_without_tokenizer(directory)}"
+        yield (
+            f"{lacks} tokenizer.json, which Dynamo's frontend makes token ids with: "
+            f"{_without_tokenizer(directory)}"
+        )
     elif not unreadable and not _describes_tokenizer(directory / "tokenizer.json"):
         yield f"tokenizer.json of the model directory {path} describes no tokenizer: {DOWNLOAD}"
     if served and not (directory / "tokenizer_config.json").is_file():
-        yield f"{lacks} tokenizer_config.json, which Dynamo's frontend reads beside the chat template: {DOWNLOAD}"
+        yield (
+            f"{lacks} tokenizer_config.json, which Dynamo's frontend reads beside the chat template: "
+            f"{DOWNLOAD}"
+        )
     elif served and not unreadable:
         yield from _template_faults(directory, path, config.model.custom_jinja_template)
     prepares = config.engine.kind is not EngineKind.DOUBLE and _takes_media(config)
@@ -106,7 +118,10 @@ def _describes_tokenizer(file: Path) -> bool:
 
 def _without_tokenizer(directory: Path) -> str:
     if any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json", "tekken.json")):
-        return "convert what is there, AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of Transformers does"
+        return (
+            "convert what is there, AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) "
+            "of Transformers does"
+        )
     return DOWNLOAD
 
 
@@ -123,9 +138,9 @@ def _template_faults(directory: Path, path: str, own: str | None) -> Iterator[st
         return
     if template is None:
         yield (
-            f"the model directory {path} has no chat template, neither chat_template.jinja nor chat_template in "
-            "tokenizer_config.json: download the complete model, give one with --custom-jinja-template FILE, or serve "
-            "--endpoint-types completions only"
+            f"the model directory {path} has no chat template, neither chat_template.jinja nor "
+            "chat_template in tokenizer_config.json: download the complete model, give one with "
+            "--custom-jinja-template FILE, or serve --endpoint-types completions only"
         )
         return
     fault = template_fault(template.text)

@@ -1,4 +1,5 @@
-"""`--check --live`: are the peers of this worker there, do they speak its schema, and does NIXL work on this machine."""
+"""`--check --live`: are the peers of this worker there, do they speak its schema,
+and does NIXL work on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ def peers_of(config: WorkerConfig) -> list[tuple[str, str]]:
     other = config.role.other_half
     if other is not None:
         at_default = default_endpoint(other, config.runtime.namespace)
-        found.append((other.value, config.peers.prefill_endpoint if config.role.asks_prefill_workers else at_default))
+        found.append(
+            (other.value, config.peers.prefill_endpoint if config.role.asks_prefill_workers else at_default)
+        )
     return found
 
 
 def ask_peers(config: WorkerConfig) -> tuple[list[str], list[str]]:
-    """What was found of the running peers and of NIXL here, and what is wrong with it. Joins Dynamo as a client."""
+    """What was found of the running peers and of NIXL here, and what is wrong with it.
+    Joins Dynamo as a client."""
     lines, faults = asyncio.run(_ask(config)) if peers_of(config) else (["no peers needed"], [])
     moves_tensors = not config.role.runs_language_model or config.peers.encode_endpoint is not None
     if moves_tensors or (config.role.moves_kv_caches and config.engine.kind is not EngineKind.TENSORRT_LLM):
@@ -44,8 +48,12 @@ async def _ask(config: WorkerConfig) -> tuple[list[str], list[str]]:
 
     runtime = connect(config.runtime)
     try:
-        answers = await asyncio.gather(*(_ask_endpoint(runtime, role, endpoint) for role, endpoint in peers_of(config)))
-        return [line for lines, _ in answers for line in lines], [fault for _, faults in answers for fault in faults]
+        answers = await asyncio.gather(
+            *(_ask_endpoint(runtime, role, endpoint) for role, endpoint in peers_of(config))
+        )
+        return [line for lines, _ in answers for line in lines], [
+            fault for _, faults in answers for fault in faults
+        ]
     finally:
         runtime.shutdown()
 
@@ -64,8 +72,14 @@ async def _ask_endpoint(runtime: Any, role: str, endpoint: str) -> tuple[list[st
     others = [instance for instance in found if instance not in ours]
     if not others:
         return [line], []
-    who = f"1 {role} worker at {endpoint} speaks" if len(others) == 1 else f"{len(others)} {role} workers at {endpoint} speak"
-    return [line], [f"{who} another message schema than {SCHEMA_VERSION}: run the same release on all workers"]
+    who = (
+        f"1 {role} worker at {endpoint} speaks"
+        if len(others) == 1
+        else f"{len(others)} {role} workers at {endpoint} speak"
+    )
+    return [line], [
+        f"{who} another message schema than {SCHEMA_VERSION}: run the same release on all workers"
+    ]
 
 
 async def _with_schema(client: Any, key: str, value: str, most: int) -> list[int]:

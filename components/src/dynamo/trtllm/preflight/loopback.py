@@ -1,4 +1,5 @@
-"""A NIXL loopback: two agents of one process hand memory over. Run by `live` as a process, so that UCX's log is its own."""
+"""A NIXL loopback: two agents of one process hand memory over.
+Run by `live` as a process, so that UCX's log is its own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Loopback:
-    """The best of several hand-overs, in bytes per second, and the transports that UCX chose between the agents."""
+    """The best of several hand-overs, in bytes per second,
+    and the transports that UCX chose between the agents."""
 
     rate: float
     transports: str
@@ -29,7 +31,9 @@ def measure_loopback() -> Loopback | str:
     command = [sys.executable, "-m", "dynamo.trtllm.preflight.loopback"]
     environment = {**os.environ, "UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": "stdout"}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False, env=environment)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False, env=environment
+        )
     except subprocess.TimeoutExpired:
         return f"no hand-over ended within {2 * DEADLINE_S:g} s"
     lines = result.stdout.splitlines()

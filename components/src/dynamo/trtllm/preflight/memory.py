@@ -1,4 +1,5 @@
-"""How much memory a worker will need and how many tokens its KV cache will hold, from the model's dimensions. Estimates."""
+"""How much memory a worker will need and how many tokens its KV cache will hold,
+from the model's dimensions. Estimates."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class GpuMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """All sizes in bytes. `kv_tokens` is an upper bound: what activations and graphs take is not known before loading."""
+    """All sizes in bytes. `kv_tokens` is an upper bound:
+    what activations and graphs take is not known before loading."""
 
     gpus: int
     weights: int
@@ -58,9 +60,12 @@ def find_gpu_memory(given_gb: float | None) -> GpuMemory:
 def estimate(shape: ModelShape, engine: EngineConfig, gpu: GpuMemory) -> MemoryEstimate:
     """Weights and KV cache of one worker over its GPUs.
 
-    Where GPUs outnumber KV heads, each keeps a whole head; attention data parallelism keeps all heads on each GPU.
+    Where GPUs outnumber KV heads, each keeps a whole head;
+    attention data parallelism keeps all heads on each GPU.
     """
-    tensor, pipeline = (int(engine.args.get(name) or 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    tensor, pipeline = (
+        int(engine.args.get(name) or 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")
+    )
     if engine.kind is not EngineKind.TENSORRT_LLM:
         tensor = pipeline = 1
     weights = _weight_bytes(shape, engine)
@@ -69,7 +74,11 @@ def estimate(shape: ModelShape, engine: EngineConfig, gpu: GpuMemory) -> MemoryE
     value_bytes = _kv_value_bytes(shape, engine)
     per_head = 2 * shape.head_dim * value_bytes
     heads_per_gpu = max(1, shape.kv_heads // split)
-    per_gpu = 0 if not engine.role.runs_language_model else round(heads_per_gpu * per_head * shape.layers / pipeline)
+    per_gpu = (
+        0
+        if not engine.role.runs_language_model
+        else round(heads_per_gpu * per_head * shape.layers / pipeline)
+    )
     free = gpu.gigabytes * GIGABYTE - weights_per_gpu
     fraction = float(find_value(engine.args, "kv_cache_config.free_gpu_memory_fraction") or 0.9)
     tokens = int(max(0.0, free) * fraction / per_gpu) if per_gpu else 0
@@ -78,7 +87,9 @@ def estimate(shape: ModelShape, engine: EngineConfig, gpu: GpuMemory) -> MemoryE
         gpus=tensor * pipeline,
         weights=weights,
         weights_per_gpu=weights_per_gpu,
-        kv_per_token=0 if not engine.role.runs_language_model else round(shape.kv_heads * per_head * shape.layers),
+        kv_per_token=0
+        if not engine.role.runs_language_model
+        else round(shape.kv_heads * per_head * shape.layers),
         kv_per_token_and_gpu=per_gpu,
         kv_tokens=min(tokens, limit) if isinstance(limit, int) else tokens,
         fits=free > 0,

@@ -17,22 +17,32 @@ from dynamo.trtllm.utils.layers import find_value
 from dynamo.trtllm.utils.trtllm_utils import dump_engine_args
 
 
-def render(config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memory: MemoryEstimate | None) -> str:
+def render(
+    config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memory: MemoryEstimate | None
+) -> str:
     """The whole plan as text, one section for each part of the worker."""
     sections = {
         "worker": _worker(config, shape),
         "peers": _peers(config),
-        "engine arguments": iter(dump_engine_args(replace(config.engine, args=mask(config.engine.args))).splitlines()),
+        "engine arguments": iter(
+            dump_engine_args(replace(config.engine, args=mask(config.engine.args))).splitlines()
+        ),
         "media": _media(config),
         "transfers": _transfers(config, shape),
         "memory": _memory(config, shape, gpu, memory),
     }
-    return "\n".join(f"{title}\n{textwrap.indent(chr(10).join(lines), '  ')}" for title, lines in sections.items())
+    return "\n".join(
+        f"{title}\n{textwrap.indent(chr(10).join(lines), '  ')}" for title, lines in sections.items()
+    )
 
 
 def _worker(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     yield f"{a_role(config.role)}, {config.model.modality.value}, --engine {config.engine.kind.value}"
-    described = f" ({shape.architecture}, {shape.parameters / 1e6:.0f} million parameters, {shape.dtype})" if shape else ""
+    described = (
+        f" ({shape.architecture}, {shape.parameters / 1e6:.0f} million parameters, {shape.dtype})"
+        if shape
+        else ""
+    )
     yield f"model {config.model.path}{described}"
     names = ", ".join(config.model.served_names) or config.model.path
     kinds = ", ".join(config.runtime.endpoint_types) or "none"
@@ -46,13 +56,24 @@ def _worker(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
 def _peers(config: WorkerConfig) -> Iterator[str]:
     role = config.role
     if role.other_half is not None:
-        again = f"; asks {config.peers.prefill_endpoint} again when one was lost" if role.asks_prefill_workers else ""
+        again = (
+            f"; asks {config.peers.prefill_endpoint} again when one was lost"
+            if role.asks_prefill_workers
+            else ""
+        )
         yield f"needs {a_role(role.other_half)} of the same model{again}"
     if not role.runs_language_model:
         yield "is called by prefill and aggregated workers that name its endpoint"
     if config.peers.encode_endpoint is not None:
-        otherwise = "encodes by itself while there is none" if config.peers.encode_fallback else "answers 503 while there is none"
-        yield f"needs an encode worker at {config.peers.encode_endpoint}, waits {config.peers.timeout_s:g} s for it, {otherwise}"
+        otherwise = (
+            "encodes by itself while there is none"
+            if config.peers.encode_fallback
+            else "answers 503 while there is none"
+        )
+        yield (
+            f"needs an encode worker at {config.peers.encode_endpoint}, "
+            f"waits {config.peers.timeout_s:g} s for it, {otherwise}"
+        )
     elif role.other_half is None and role.runs_language_model:
         yield "needs none"
 
@@ -79,10 +100,14 @@ def _transfers(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     disaggregated = config.role.moves_kv_caches
     embeddings = not config.role.runs_language_model or config.peers.encode_endpoint is not None
     through = " through host memory" if config.transfer.through_host else ""
-    pool = f"NIXL{through}, pool of {config.transfer.pool_bytes / MEBIBYTE:g} MB, kept {config.transfer.time_to_live_s:g} s"
+    pool = (
+        f"NIXL{through}, pool of {config.transfer.pool_bytes / MEBIBYTE:g} MB, "
+        f"kept {config.transfer.time_to_live_s:g} s"
+    )
     if disaggregated and config.engine.kind is EngineKind.TENSORRT_LLM:
         backend, buffer = (
-            find_value(config.engine.args, f"cache_transceiver_config.{name}") for name in ("backend", "max_tokens_in_buffer")
+            find_value(config.engine.args, f"cache_transceiver_config.{name}")
+            for name in ("backend", "max_tokens_in_buffer")
         )
         longest = longest_prompt(config, shape)
         room = f"of {buffer} tokens" if buffer else "as the engine chooses"
@@ -96,7 +121,9 @@ def _transfers(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
         yield "none"
 
 
-def _memory(config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memory: MemoryEstimate | None) -> Iterator[str]:
+def _memory(
+    config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memory: MemoryEstimate | None
+) -> Iterator[str]:
     if shape is None or memory is None:
         yield "unknown: the model's config.json is not on this machine"
         return
@@ -107,7 +134,10 @@ def _memory(config: WorkerConfig, shape: ModelShape | None, gpu: GpuMemory, memo
         return
     yield f"KV cache {memory.kv_per_token} bytes per token, {memory.kv_per_token_and_gpu} {where}"
     if shape.windowed_layers:
-        yield f"of which {shape.windowed_layers} of {shape.layers} layers keep at most {shape.window} tokens of a request"
+        yield (
+            f"of which {shape.windowed_layers} of {shape.layers} layers keep "
+            f"at most {shape.window} tokens of a request"
+        )
     if config.engine.kind is EngineKind.TRANSFORMERS and config.engine.device == "cpu":
         return
     fraction = find_value(config.engine.args, "kv_cache_config.free_gpu_memory_fraction") or 0.9
@@ -130,9 +160,23 @@ def find_notes(config: WorkerConfig, shape: ModelShape | None) -> Iterator[str]:
     if config.engine.kind is not EngineKind.TENSORRT_LLM:
         return
     if shape.has_vision and facts is None:
-        yield f"the record of TensorRT-LLM does not list {shape.architecture}, so what it can do with images was not checked"
-    if facts is not None and not config.role.runs_language_model and not facts.encodes_apart and facts.attaches_embeddings:
-        yield f"TensorRT-LLM has no separate encoder for {shape.architecture}: this worker serves embedding files only"
+        yield (
+            f"the record of TensorRT-LLM does not list {shape.architecture}, "
+            "so what it can do with images was not checked"
+        )
+    if (
+        facts is not None
+        and not config.role.runs_language_model
+        and not facts.encodes_apart
+        and facts.attaches_embeddings
+    ):
+        yield (
+            f"TensorRT-LLM has no separate encoder for {shape.architecture}: "
+            "this worker serves embedding files only"
+        )
     reuse = find_value(args, "kv_cache_config.enable_block_reuse")
     if config.role.moves_kv_caches and config.model.modality is Modality.MULTIMODAL and reuse is not False:
-        yield "kv_cache_config.enable_block_reuse is on: TensorRT-LLM 1.2.1 crashes with images on disaggregated workers then"
+        yield (
+            "kv_cache_config.enable_block_reuse is on: "
+            "TensorRT-LLM 1.2.1 crashes with images on disaggregated workers then"
+        )

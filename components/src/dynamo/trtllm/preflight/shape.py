@@ -1,4 +1,5 @@
-"""A model's dimensions, read from the JSON files in its directory: what head counts, memory and modality checks need."""
+"""A model's dimensions, read from the JSON files in its directory:
+what head counts, memory and modality checks need."""
 
 from __future__ import annotations
 
@@ -36,11 +37,18 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "llama4": {"intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1, "head_dim": 128},
 }
-"""What Transformers' configuration classes fill in where a published config.json leaves a key out, by family."""
+"""What Transformers' configuration classes fill in where a published
+config.json leaves a key out, by family."""
 
 _VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "patch_size": 14, "spatial_merge_size": 2},
-    "qwen2_5_vl": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14, "spatial_merge_size": 2},
+    "qwen2_5_vl": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+    },
     "clip": {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096},
 }
 
@@ -48,13 +56,22 @@ _MOST_PARAMETERS = 10**15
 _GATED_VISION = ("qwen2_5_vl", "pixtral")
 """Vision families whose MLP has three matrices; the others have two."""
 
-DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "int8": 1.0, "int4": 0.5625}
+DTYPE_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "fp8": 1.0,
+    "nvfp4": 0.5625,
+    "int8": 1.0,
+    "int4": 0.5625,
+}
 """Bytes of one weight or cache value; four-bit forms count their scales, one byte for 16 values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Dimensions of the text model and the size of the whole one. `parameters` is an estimate, norms and biases left out."""
+    """Dimensions of the text model and the size of the whole one.
+    `parameters` is an estimate, norms and biases left out."""
 
     architecture: str
     model_type: str
@@ -86,12 +103,14 @@ class ModelShape:
 
 
 def find_shape(path: str) -> ModelShape | None:
-    """Dimensions of the model at `path`; None when its config.json is not on this machine or does not say them."""
+    """Dimensions of the model at `path`;
+    None when its config.json is not on this machine or does not say them."""
     return parse_shape(read_model_json(path))
 
 
 def parse_shape(config: Mapping[str, Any]) -> ModelShape | None:
-    """Dimensions in the content of a config.json; None when the layout is not that of a decoder, or a number is none."""
+    """Dimensions in the content of a config.json;
+    None when the layout is not that of a decoder, or a number is none."""
     try:
         shape = _parse(config)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
@@ -141,7 +160,9 @@ def _parse(config: Mapping[str, Any]) -> ModelShape | None:
     )
 
 
-def _count_text(text: Mapping[str, Any], heads: int, kv_heads: int, head_dim: int, layers: int, hidden: int, tied: bool) -> int:
+def _count_text(
+    text: Mapping[str, Any], heads: int, kv_heads: int, head_dim: int, layers: int, hidden: int, tied: bool
+) -> int:
     """Weights of embeddings, attention and MLPs: gated, three matrices each, dense or mixtures of experts."""
     attention = 2 * hidden * head_dim * (heads + kv_heads)
     embeddings = int(text.get("vocab_size") or 0) * hidden * (1 if tied else 2)
@@ -149,7 +170,8 @@ def _count_text(text: Mapping[str, Any], heads: int, kv_heads: int, head_dim: in
     experts = int(text.get("num_local_experts") or text.get("num_experts") or 0)
     if not experts:
         return embeddings + layers * (attention + 3 * hidden * inner)
-    if "intermediate_size_mlp" in text:  # Llama 4: an expert is as wide as intermediate_size, and one more is shared
+    # Llama 4: an expert is as wide as intermediate_size, and one more is shared
+    if "intermediate_size_mlp" in text:
         sparse = layers // int(text.get("interleave_moe_layer_step") or 1)
         per_expert, shared, dense = inner, inner, int(text["intermediate_size_mlp"])
     else:
@@ -167,15 +189,22 @@ def _count_vision(model_type: str, given: Mapping[str, Any], out: int) -> int:
     vision = {**_VISION_DEFAULTS.get(family, {}), **given}
     width = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
     depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
-    inner = int(vision.get("mlp_ratio", 0) * width if "embed_dim" in vision else vision.get("intermediate_size") or 4 * width)
+    inner = int(
+        vision.get("mlp_ratio", 0) * width
+        if "embed_dim" in vision
+        else vision.get("intermediate_size") or 4 * width
+    )
     matrices = 3 if kind in _GATED_VISION or model_type in _GATED_VISION else 2
     merged = width * int(vision.get("spatial_merge_size") or 1) ** 2
     projections = 1 + len(vision.get("deepstack_visual_indexes") or ())
-    return depth * (4 * width * width + matrices * width * inner) + projections * (merged * merged + merged * out)
+    return depth * (4 * width * width + matrices * width * inner) + projections * (
+        merged * merged + merged * out
+    )
 
 
 def _count_audio(given: Mapping[str, Any], out: int) -> int:
-    """Weights of an encoder built as Whisper's, two convolutions and a transformer, and of the layer behind it."""
+    """Weights of an encoder built as Whisper's, two convolutions and a transformer,
+    and of the layer behind it."""
     width, depth, inner, bands = (
         int(given.get(name) or 0) for name in ("d_model", "encoder_layers", "encoder_ffn_dim", "num_mel_bins")
     )
@@ -199,7 +228,9 @@ def _windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
-        method = " ".join(str(quantized.get(key, "")) for key in ("quant_method", "quant_algo", "fmt", "format")).lower()
+        method = " ".join(
+            str(quantized.get(key, "")) for key in ("quant_method", "quant_algo", "fmt", "format")
+        ).lower()
         for mark, dtype in (
             ("fp8", "fp8"),
             ("fbgemm", "fp8"),
@@ -210,5 +241,11 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
         ):
             if mark in method:
                 return dtype
-    named = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    named = (
+        config.get("dtype")
+        or config.get("torch_dtype")
+        or text.get("dtype")
+        or text.get("torch_dtype")
+        or "bfloat16"
+    )
     return str(named)

@@ -1,4 +1,5 @@
-"""Prints the installed TensorRT-LLM's signatures as a line of JSON; `report` runs it as a process, since importing is heavy."""
+"""Prints the installed TensorRT-LLM's signatures as a line of JSON;
+`report` runs it as a process, since importing is heavy."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def _fields(kind: Any) -> list[str]:
         return [field.name for field in dataclasses.fields(kind)]
     fields = getattr(kind, "model_fields", None)
     return (
-        list(fields) if isinstance(fields, Mapping) else [name for name in inspect.signature(kind).parameters if name != "self"]
+        list(fields)
+        if isinstance(fields, Mapping)
+        else [name for name in inspect.signature(kind).parameters if name != "self"]
     )
 
 

@@ -78,7 +78,9 @@ _GROUPS: Mapping[str, Callable[[EngineConfig, Sequence[str]], Awaitable[None]]] 
 }
 
 
-async def _start(stack: AsyncExitStack, stages: Sequence[str], config: EngineConfig, *roles: Role) -> list[Started]:
+async def _start(
+    stack: AsyncExitStack, stages: Sequence[str], config: EngineConfig, *roles: Role
+) -> list[Started]:
     """Engines of `roles`, closed with `stack`. When one does not start, that is the outcome of all
     `stages`."""
     started: list[Started] = []
@@ -215,5 +217,6 @@ def _tokenize(directory: str, text: str) -> list[int] | None:
 
 
 if __name__ == "__main__":
-    given: EngineConfig = pickle.loads(sys.stdin.buffer.read())  # written by `stages`, in the parent of this process
+    # written by `stages`, in the parent of this process
+    given: EngineConfig = pickle.loads(sys.stdin.buffer.read())
     asyncio.run(main(sys.argv[1], sys.argv[2:], given))

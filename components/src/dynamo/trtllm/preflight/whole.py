@@ -1,4 +1,5 @@
-"""Whether the weights of a model are whole: as many and as long as they say themselves, and no pointers of Git LFS."""
+"""Whether the weights of a model are whole:
+as many and as long as they say themselves, and no pointers of Git LFS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several choices of one request (`n`): one prompt is computed, then each choice goes on by itself, and all leave together."""
+"""Several choices of one request (`n`): one prompt is computed,
+then each choice goes on by itself, and all leave together."""
 
 from __future__ import annotations
 
@@ -22,8 +23,13 @@ Watch = Callable[[Answer], Awaitable[Answer]]
 
 
 def answers_of(request: Request, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
-    """Of all choices' `chunks` those that are given back: as they come, or the best ones when all have ended."""
-    return chunks if request.best_choices is None else _best(request.best_choices, chunks, request.shows_logprobs)
+    """Of all choices' `chunks` those that are given back:
+    as they come, or the best ones when all have ended."""
+    return (
+        chunks
+        if request.best_choices is None
+        else _best(request.best_choices, chunks, request.shows_logprobs)
+    )
 
 
 def require_forks(engine: Engine, request: EngineRequest) -> None:
@@ -51,11 +57,14 @@ async def continue_all(
 ) -> AsyncGenerator[Chunk, None]:
     """All choices of a request that was prefilled to `state`; `first` is the first token of the first choice.
 
-    `state` is released when every choice has ended. Without one, which ends no prefill of several choices, there is one choice.
+    `state` is released when every choice has ended.
+    Without one, which ends no prefill of several choices, there is one choice.
     """
     answers: list[Answer] = [_first_choice(engine, _choice(request, 0), first, state)]
     if state is not None:
-        answers += [engine.decode(_choice(request, index), None, state) for index in range(1, request.choices)]
+        answers += [
+            engine.decode(_choice(request, index), None, state) for index in range(1, request.choices)
+        ]
     try:
         async with aclosing(_side_by_side(answers, watch)) as chunks:
             async for chunk in chunks:
@@ -66,7 +75,8 @@ async def continue_all(
 
 
 def _choice(request: EngineRequest, index: int) -> EngineRequest:
-    """Choice `index` as a request of its own. The seed counts on: choice i answers as a request with `seed + i`."""
+    """Choice `index` as a request of its own. The seed counts on:
+    choice i answers as a request with `seed + i`."""
     seed = request.sampling.seed
     sampling = request.sampling
     if seed is not None and index:
@@ -84,8 +94,11 @@ async def _first_choice(
                 yield step
 
 
-async def _best(count: int, chunks: AsyncGenerator[Chunk, None], shows_logprobs: bool) -> AsyncGenerator[Chunk, None]:
-    """The `count` choices whose tokens have the highest mean log probability, best first, each whole in one chunk."""
+async def _best(
+    count: int, chunks: AsyncGenerator[Chunk, None], shows_logprobs: bool
+) -> AsyncGenerator[Chunk, None]:
+    """The `count` choices whose tokens have the highest mean log probability,
+    best first, each whole in one chunk."""
     whole: dict[int, Chunk] = {}
     async with aclosing(chunks):
         async for chunk in chunks:
@@ -94,7 +107,9 @@ async def _best(count: int, chunks: AsyncGenerator[Chunk, None], shows_logprobs:
                 answer[name] = [*answer[name], *value] if isinstance(value, (list, tuple)) else value
     ranked = sorted(whole.values(), key=lambda answer: -_mean(answer["log_probs"]))
     for index, answer in enumerate(ranked[:count]):
-        kept = (name for name in answer if answer[name] != [] and (shows_logprobs or not name.endswith(_LOGPROBS)))
+        kept = (
+            name for name in answer if answer[name] != [] and (shows_logprobs or not name.endswith(_LOGPROBS))
+        )
         yield {"token_ids": [], **{name: answer[name] for name in kept}, "index": index}
 
 
@@ -140,7 +155,8 @@ async def _pump(index: int, answer: Answer, watch: Watch, queue: asyncio.Queue[A
 
 
 class _Tally:
-    """Usage of all choices: said with the first chunk, for the frontend to count on from, and with the last one."""
+    """Usage of all choices: said with the first chunk,
+    for the frontend to count on from, and with the last one."""
 
     def __init__(self) -> None:
         self._is_open = False

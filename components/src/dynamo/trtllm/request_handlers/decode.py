@@ -1,4 +1,5 @@
-"""The decode role: take a prefilled request over and stream the rest of it. Never fetches media, never tokenizes."""
+"""The decode role: take a prefilled request over and stream the rest of it.
+Never fetches media, never tokenizes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from dynamo.trtllm.transfer.port import Transfer
 class DecodeHandler(HandlerBase):
     """Emits prefill's first token at once, while the KV cache is still being read."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, transfer: Transfer, prefill: PrefillPeers, stops: StopStrings) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, transfer: Transfer, prefill: PrefillPeers, stops: StopStrings
+    ) -> None:
         super().__init__(engine, info, transfer)
         self._stops = stops
         self._transfer = transfer
@@ -52,7 +55,8 @@ class DecodeHandler(HandlerBase):
                 async with aclosing(self._engine.decode(taken.asked, taken.first, state)) as steps:
                     async for step in steps:
                         if attaching:
-                            state.release()  # the engine has copied it; the memory is another request's from here on
+                            # the engine has copied it; the memory is another request's from here on
+                            state.release()
                             attaching = False
                         yield _with_cached(step, taken.cached_tokens)
             finally:
@@ -62,7 +66,9 @@ class DecodeHandler(HandlerBase):
         """All choices of a request, each continued from the one KV cache."""
         async with self._takeovers.take_over(request, context) as taken:
             state = await taken.state()
-            answers = continue_all(self._engine, taken.asked, taken.first, state, partial(self._stops.watch, request))
+            answers = continue_all(
+                self._engine, taken.asked, taken.first, state, partial(self._stops.watch, request)
+            )
             async with aclosing(answers) as chunks:
                 async for chunk in chunks:
                     yield chunk

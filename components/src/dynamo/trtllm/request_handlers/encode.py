@@ -70,11 +70,12 @@ class EncodeHandler(HandlerBase):
 
 
 def _require_encoded(part: MediaPart, item: MediaItem) -> EncodedMedia:
-    """`item` of `part`; decoded media are those of a kind that this worker's engine does not encode (`MediaInput.encodes`)."""
+    """`item` of `part`; decoded media are those of a kind that this worker's
+    engine does not encode (`MediaInput.encodes`)."""
     if isinstance(item, EncodedMedia):
         return item
     message = (
-        f"this encode worker takes embedding files only: {plural_of(part.kind)} of this model are encoded by prefill and "
-        "aggregated workers"
+        "this encode worker takes embedding files only: "
+        f"{plural_of(part.kind)} of this model are encoded by prefill and aggregated workers"
     )
     raise PartFault(part.position, message, kind=part.kind)

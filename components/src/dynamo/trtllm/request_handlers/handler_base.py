@@ -1,6 +1,7 @@
 """What the roles share: the disaggregation modes' common steps, from the frontend's dict to the engine.
 
-A handler reads: parse, prepare, call the engine. It raises from `errors`; `frontend.endpoint` decides what the client sees.
+A handler reads: parse, prepare, call the engine. It raises from `errors`;
+`frontend.endpoint` decides what the client sees.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ class HandlerBase(ABC):
 
     @abstractmethod
     async def respond(self, raw: Mapping[str, Any], context: Context) -> AsyncGenerator[Output, None]:
-        """Parse and prepare one request, and return its output as it will come, the last item with its finish reason.
+        """Parse and prepare one request, and return its output as it will come,
+        the last item with its finish reason.
 
-        `raw` goes no further than its parsing. A stream of the engine is returned as it is: each generator around it costs
-        every token half a microsecond.
+        `raw` goes no further than its parsing. A stream of the engine is returned as it is:
+        each generator around it costs every token half a microsecond.
         """
 
     def stats(self) -> Readings:
@@ -53,7 +55,8 @@ class HandlerBase(ABC):
         """Free what the role holds."""
 
     def _canary(self, request: Request) -> AsyncGenerator[Step | Tokens, None]:
-        """Answer a health check from the engine alone, in every role: nothing is handed over that nobody would fetch."""
+        """Answer a health check from the engine alone, in every role:
+        nothing is handed over that nobody would fetch."""
         return self._engine.generate(request.engine_request)
 
 

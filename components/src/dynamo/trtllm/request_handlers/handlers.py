@@ -28,14 +28,22 @@ logger = logging.getLogger(__name__)
 
 
 async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any) -> HandlerBase:
-    """The handler for `config.role` over a started engine; starts the transfer where the role hands over or receives tensors.
+    """The handler for `config.role` over a started engine;
+    starts the transfer where the role hands over or receives tensors.
 
-    `runtime` is Dynamo's `DistributedRuntime`. Raises `StartupError` when the transfer cannot be used on this machine.
+    `runtime` is Dynamo's `DistributedRuntime`.
+    Raises `StartupError` when the transfer cannot be used on this machine.
     """
-    if config.role is Role.ENCODE and not any(kind.encodes or kind.takes_files for kind in info.media.values()):
-        raise StartupError("this model has no separate encoder: drop the encode worker and let prefill encode")
+    if config.role is Role.ENCODE and not any(
+        kind.encodes or kind.takes_files for kind in info.media.values()
+    ):
+        raise StartupError(
+            "this model has no separate encoder: drop the encode worker and let prefill encode"
+        )
     if config.role is Role.AGGREGATED and config.peers.encode_endpoint is None:
-        return AggregatedHandler(engine, info, await _processor(config, engine, info, runtime, None), _stops(config))
+        return AggregatedHandler(
+            engine, info, await _processor(config, engine, info, runtime, None), _stops(config)
+        )
     transfer = await _start_transfer(config.transfer)
     try:
         return await _handler_over(transfer, config, engine, info, runtime)
@@ -44,7 +52,9 @@ async def create_handler(config: WorkerConfig, engine: Engine, info: EngineInfo,
         raise
 
 
-async def _handler_over(transfer: Transfer, config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any) -> HandlerBase:
+async def _handler_over(
+    transfer: Transfer, config: WorkerConfig, engine: Engine, info: EngineInfo, runtime: Any
+) -> HandlerBase:
     if config.role is Role.AGGREGATED:
         processor = await _processor(config, engine, info, runtime, transfer)
         return AggregatedHandler(engine, info, processor, _stops(config), transfer)
@@ -71,7 +81,10 @@ async def _processor(
     here = [plural_of(name) for name, kind in info.media.items() if not kind.takes_encoded]
     if not here:
         return MultimodalProcessor(info, remote)
-    logger.warning("%s of this model are encoded here; --encode-endpoint is asked for their embedding files", in_words(here))
+    logger.warning(
+        "%s of this model are encoded here; --encode-endpoint is asked for their embedding files",
+        in_words(here),
+    )
     return MultimodalProcessor(info, SplitMedia(_loader(config, engine, info), remote, info.media))
 
 

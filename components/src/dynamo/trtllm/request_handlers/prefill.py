@@ -1,4 +1,5 @@
-"""The prefill role: media, encode and the context stage, then one reply that carries the hand-off to decode."""
+"""The prefill role: media, encode and the context stage,
+then one reply that carries the hand-off to decode."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from dynamo.trtllm.transfer.port import Offer, Transfer
 
 
 class PrefillHandler(HandlerBase):
-    """Offers each request's KV cache to whoever decodes it; it is freed on acknowledgement or after its time to live."""
+    """Offers each request's KV cache to whoever decodes it;
+    it is freed on acknowledgement or after its time to live."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, processor: MultimodalProcessor, transfer: Transfer
+    ) -> None:
         super().__init__(engine, info, transfer)
         self._processor = processor
         self._transfer = transfer
@@ -71,19 +75,22 @@ class PrefillHandler(HandlerBase):
 
 
 def _for_context_stage(request: EngineRequest) -> EngineRequest:
-    """The frontend asks prefill for one token; the request goes on, so the engine must keep its state after it.
+    """The frontend asks prefill for one token; the request goes on,
+    so the engine must keep its state after it.
 
     A sampled request without a seed gets one here, so that both stages draw from one random stream.
     """
     sampling = replace(request.sampling, max_tokens=None)
-    if sampling.seed is None and (sampling.temperature or sampling.top_p is not None or sampling.top_k is not None):
+    if sampling.seed is None and (
+        sampling.temperature or sampling.top_p is not None or sampling.top_k is not None
+    ):
         sampling = replace(sampling, seed=secrets.randbits(31))
     return replace(request, sampling=sampling)
 
 
 def _reply(engine: str, prefilled: Prefilled, offer: Offer | None, seed: int | None) -> Chunk:
-    """The one reply. "length" makes the frontend call decode, which lets go of what this engine holds; at any other finish
-    reason the frontend answers from this chunk.
+    """The one reply. "length" makes the frontend call decode, which lets go of what this engine holds;
+    at any other finish reason the frontend answers from this chunk.
     """
     first = prefilled.first
     handoff = Handoff(

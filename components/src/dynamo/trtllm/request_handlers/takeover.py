@@ -1,6 +1,8 @@
-"""How decode takes a prefilled request over: from prefill's hand-off to the engine's state, or to letting go of it.
+"""How decode takes a prefilled request over:
+from prefill's hand-off to the engine's state, or to letting go of it.
 
-Prefill is pure, so a request whose prefill worker died before its KV cache was read is prefilled once more by another one.
+Prefill is pure, so a request whose prefill worker died before its KV cache
+was read is prefilled once more by another one.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ logger = logging.getLogger(__name__)
 class Takeover:
     """One prefilled request, whose KV cache is being read.
 
-    `asked` is the engine's request with what prefill made of it: the expanded prompt, no media any more, and its seed. `first`
-    is prefill's first token; with `finish` set the answer is complete, unless the request has other choices.
+    `asked` is the engine's request with what prefill made of it: the expanded prompt, no media any more,
+    and its seed. `first` is prefill's first token; with `finish` set the answer is complete, unless the
+    request has other choices.
     """
 
     def __init__(self, asked: EngineRequest, first: Step, cached_tokens: int) -> None:
@@ -60,9 +63,11 @@ class Takeovers:
 
     @asynccontextmanager
     async def take_over(self, request: Request, context: Context) -> AsyncIterator[Takeover]:
-        """Read the KV cache beside the block. What the block leaves unread is freed here and on the prefill worker.
+        """Read the KV cache beside the block.
+        What the block leaves unread is freed here and on the prefill worker.
 
-        Raises `PeerFault` for a hand-off of another engine or release, and what `PrefillPeers.prefill` raises.
+        Raises `PeerFault` for a hand-off of another engine or release,
+        and what `PrefillPeers.prefill` raises.
         """
         handoff = await self._handoff(request, context)
         taken = _taken(request.engine_request, handoff, handoff.first_step())
@@ -130,7 +135,9 @@ class Takeovers:
         try:
             state = await (taken.reading or self._read(handoff))
         except WorkerError as error:
-            logger.info("request %s: its hand-over could not be taken back: %s", taken.asked.request_id, error)
+            logger.info(
+                "request %s: its hand-over could not be taken back: %s", taken.asked.request_id, error
+            )
             return
         self._engine.abandon(taken.asked, state)
 

@@ -1,7 +1,9 @@
-"""Keeps out of the log what was logged already: Dynamo's binding prints the traceback of every exception that a handler raises.
+"""Keeps out of the log what was logged already:
+Dynamo's binding prints the traceback of every exception that a handler raises.
 
-It does so through `sys.stderr`, for a refused request as for a fault, and offers no switch. Here the one printing of an exception
-that `hide` was told of is dropped; everything else that is written passes, other exceptions' tracebacks included.
+It does so through `sys.stderr`, for a refused request as for a fault, and offers no switch. Here the one
+printing of an exception that `hide` was told of is dropped; everything else that is written passes, other
+exceptions' tracebacks included.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _MAX_HELD = 1 << 16
 
 
 class LoggedErrors:
-    """Standing in for a text stream. Threads share the announced exceptions; what is held back is each thread's own."""
+    """Standing in for a text stream. Threads share the announced exceptions;
+    what is held back is each thread's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -54,7 +57,8 @@ class LoggedErrors:
         if not held and not (self._hidden and text.startswith(_HEADER)):
             return self._stream.write(text)
         held += text
-        # A traceback comes piece by piece; it is over with the first whole line that is no header and not indented.
+        # A traceback comes piece by piece;
+        # it is over with the first whole line that is no header and not indented.
         last = held.rstrip("\n").rpartition("\n")[2]
         is_whole = held.endswith("\n") and not last.startswith((" ", _HEADER))
         if not is_whole and len(held) <= _MAX_HELD:

@@ -1,4 +1,5 @@
-"""This worker's part of Dynamo's metrics page (`DYN_SYSTEM_PORT`): what the owners of the metrics give out."""
+"""This worker's part of Dynamo's metrics page (`DYN_SYSTEM_PORT`):
+what the owners of the metrics give out."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from dynamo.trtllm.stages import Distribution, Durations
 
 
 class MetricsPage(Collector):
-    """Shows the declared metrics of one role, of the parts that this worker has; values of one series are added."""
+    """Shows the declared metrics of one role, of the parts that this worker has;
+    values of one series are added."""
 
     def __init__(self, role: Role) -> None:
         self._role = role

@@ -1,8 +1,9 @@
 """Whether this worker is still in discovery, and how it gets back.
 
-With discovery in files, every process removes what has not been touched for ten seconds: a worker that was stopped for
-longer, a paused machine or a jump of the clock lose their entries, and Dynamo (observed on 1.6.1) does not write them again.
-A model without its card or its instance answers 404 or 503, while every process lives.
+With discovery in files, every process removes what has not been touched for ten seconds: a worker that
+was stopped for longer, a paused machine or a jump of the clock lose their entries, and Dynamo
+(observed on 1.6.1) does not write them again. A model without its card or its instance answers 404 or
+503, while every process lives.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ T = TypeVar("T")
 
 LOOK_S = 1.0
 CARD_LOOKS = 5
-"""The instance is looked for at every look, which costs nothing; the model card at every fifth (0.6 ms of CPU)."""
+"""The instance is looked for at every look, which costs nothing;
+the model card at every fifth (0.6 ms of CPU)."""
 CARD_ASKS = 5
 CARD_PAUSE_S = 0.2
 FIRST_LOOKS = 10
@@ -43,9 +45,9 @@ class DynamoClient(Protocol):
 class Presence:
     """Looks for this worker in discovery, and has it registered again.
 
-    `connect` makes a client of the worker's own endpoint, `register` writes all entries of the worker; both may raise
-    anything, as Dynamo's binding does. `known` says that this discovery is one that is known to show both instance and
-    card; of any other one, only what it has shown once is missed.
+    `connect` makes a client of the worker's own endpoint, `register` writes all entries of the worker; both
+    may raise anything, as Dynamo's binding does. `known` says that this discovery is one that is known to
+    show both instance and card; of any other one, only what it has shown once is missed.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class Presence:
         self._shows_cards = known
 
     async def lost(self) -> str:
-        """Look for ever; return, with the last failure, when the worker is out of discovery and cannot get back."""
+        """Look for ever; return, with the last failure,
+        when the worker is out of discovery and cannot get back."""
         client = await self._connect()
         looks = 0
         while not self._is_served(client) and (looks < FIRST_LOOKS or not self._known):

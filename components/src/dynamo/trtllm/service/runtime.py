@@ -1,4 +1,5 @@
-"""The worker's life in Dynamo: registration, serving, health, metrics and shutdown, through the low-level runtime.
+"""The worker's life in Dynamo: registration, serving, health,
+metrics and shutdown, through the low-level runtime.
 
 It knows nothing of requests or media: `egress` drives the handler, the engine is asked only whether it lives.
 """
@@ -53,20 +54,26 @@ _WORKER_TYPES = {
 
 
 def connect(config: RuntimeConfig) -> DistributedRuntime:
-    """Join Dynamo, on the event loop that will serve. Raises `StartupError` when discovery or a plane is out of reach.
+    """Join Dynamo, on the event loop that will serve.
+    Raises `StartupError` when discovery or a plane is out of reach.
 
-    The one place that writes this process's environment: Dynamo's Rust side reads some of its options only there.
+    The one place that writes this process's environment:
+    Dynamo's Rust side reads some of its options only there.
     """
     for name, value in config.environment.items():
         os.environ.pop(name, None)
         os.environ.update({} if value is None else {name: value})
     try:
         runtime, _ = create_runtime(
-            config.discovery_backend, config.request_plane, event_plane=config.event_plane, response_plane=config.response_plane
+            config.discovery_backend,
+            config.request_plane,
+            event_plane=config.event_plane,
+            response_plane=config.response_plane,
         )
     except Exception as error:  # the binding raises plain Exception
         raise StartupError(
-            f"cannot join Dynamo with discovery {config.discovery_backend} and request plane {config.request_plane}: {error}"
+            f"cannot join Dynamo with discovery {config.discovery_backend} "
+            f"and request plane {config.request_plane}: {error}"
         ) from error
     return runtime
 
@@ -74,10 +81,13 @@ def connect(config: RuntimeConfig) -> DistributedRuntime:
 class Service:
     """One registered endpoint, from registration to exit.
 
-    `Drain` callbacks run after the worker left discovery and requests have ended; `close` belongs to the caller.
+    `Drain` callbacks run after the worker left discovery and requests have ended;
+    `close` belongs to the caller.
     """
 
-    def __init__(self, runtime: DistributedRuntime, config: WorkerConfig, engine: Engine, info: EngineInfo) -> None:
+    def __init__(
+        self, runtime: DistributedRuntime, config: WorkerConfig, engine: Engine, info: EngineInfo
+    ) -> None:
         self._runtime = runtime
         self._config = config
         self._engine = engine
@@ -110,7 +120,12 @@ class Service:
             await self._register_first()
             self._presence = asyncio.create_task(self._watch_discovery(), name="presence")
             self._install_signals()  # until here a signal ends the process at once
-            logger.info("serving %s as %s at %s", self._config.model.name, self._config.role.value, self._config.runtime.endpoint)
+            logger.info(
+                "serving %s as %s at %s",
+                self._config.model.name,
+                self._config.role.value,
+                self._config.runtime.endpoint,
+            )
             await self._serve(egress)
             if self._shutdown is None:
                 logger.error("the runtime stopped serving by itself, leaving")
@@ -125,7 +140,8 @@ class Service:
         return self._exit_code
 
     def died(self, error: WorkerDead) -> None:
-        """The one place that decides that the process ends because it can serve nothing any more: every request ends at once."""
+        """The one place that decides that the process ends because it can serve nothing any more:
+        every request ends at once."""
         if self._death is not None:
             return
         part = "engine" if isinstance(error, EngineDead) else "transfer"
@@ -203,7 +219,9 @@ class Service:
         try:
             why = await Presence(self.instance_id, self._endpoint.client, self._register_again, known).lost()
         except Exception:
-            logger.exception("discovery cannot be watched: a worker that it loses will not come back by itself")
+            logger.exception(
+                "discovery cannot be watched: a worker that it loses will not come back by itself"
+            )
             return
         if self._shutdown is None:
             logger.critical("this worker is out of discovery and cannot register again, leaving: %s", why)
@@ -242,7 +260,9 @@ class Service:
         if self._presence is not None:
             self._presence.cancel()  # from here on this worker is meant to be out of discovery
         self._shutdown = asyncio.create_task(
-            graceful_shutdown_with_discovery(self._runtime, [self._endpoint], grace_period_s=grace_s, drain_callback=self._drain),
+            graceful_shutdown_with_discovery(
+                self._runtime, [self._endpoint], grace_period_s=grace_s, drain_callback=self._drain
+            ),
             name="shutdown",
         )
 
@@ -258,7 +278,8 @@ class Service:
             self._egress.end_all(ShuttingDown("this worker is shutting down"))
 
     async def _let_go(self, death: WorkerDead) -> None:
-        """End requests that wait as they clean up; give other workers half of the grace to read what is held."""
+        """End requests that wait as they clean up;
+        give other workers half of the grace to read what is held."""
         for _ in range(_CANCELS):
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._egress.drained(), _CANCEL_INTERVAL_S)
@@ -269,14 +290,16 @@ class Service:
 
 
 def model_type(role: Role, config: RuntimeConfig) -> ModelType:
-    """What the frontend may send here: OpenAI to aggregated and decode, prefill by its marker, nothing to encode."""
+    """What the frontend may send here: OpenAI to aggregated and decode,
+    prefill by its marker, nothing to encode."""
     if role.decodes:
         return parse_endpoint_types(",".join(config.endpoint_types))
     return ModelType.Prefill if role.prefills else ModelType.Empty
 
 
 def needs(role: Role, peers: PeerConfig) -> list[list[WorkerType]]:
-    """The peers without which the model is not ready: a list of alternatives, each a list of worker types that must all live."""
+    """The peers without which the model is not ready: a list of alternatives,
+    each a list of worker types that must all live."""
     encode = [WorkerType.Encode] if peers.encode_endpoint and not peers.encode_fallback else []
     return {
         Role.AGGREGATED: [encode] if encode else [],
@@ -286,7 +309,9 @@ def needs(role: Role, peers: PeerConfig) -> list[list[WorkerType]]:
     }[role]
 
 
-def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig, role: Role) -> ModelRuntimeConfig:
+def runtime_config(
+    info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig, role: Role
+) -> ModelRuntimeConfig:
     """The model card's facts that routers and the frontend use."""
     card = ModelRuntimeConfig()
     card.context_length = info.context_length
@@ -307,7 +332,9 @@ def runtime_config(info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig,
         card.kv_state_endpoint = runtime.kv_state_endpoint
     card.set_engine_specific(SCHEMA_KEY, f'"{SCHEMA_VERSION}"')
     # The frontend's own refusal reads "Invalid request"; ours names both counts, so it is left to us.
-    publish_token_budget(card, TokenBudget(info.context_length, reject_prompt_overflow=False, reject_total_overflow=False))
+    publish_token_budget(
+        card, TokenBudget(info.context_length, reject_prompt_overflow=False, reject_total_overflow=False)
+    )
     return card
 
 

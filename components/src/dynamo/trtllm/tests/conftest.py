@@ -1,1 +1,2 @@
-"""Empty on purpose: `ai-dynamo` declares a pytest plugin of this name, and without the file plain `pytest` would not start."""
+"""Empty on purpose: `ai-dynamo` declares a pytest plugin of this name,
+and without the file plain `pytest` would not start."""

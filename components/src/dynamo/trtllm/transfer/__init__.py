@@ -1,4 +1,5 @@
 """Tensors from one process to another: the port, its in-process and NIXL adapters, and the memory both use.
 
-Only this package imports `nixl`, and only inside `NixlTransfer.start`. It knows nothing about requests, engines or Dynamo.
+Only this package imports `nixl`, and only inside `NixlTransfer.start`.
+It knows nothing about requests, engines or Dynamo.
 """

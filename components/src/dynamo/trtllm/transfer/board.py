@@ -1,9 +1,9 @@
-"""Words of registered memory through which processes acknowledge: a reader writes an offer's generation into the
-sender's board.
+"""Words of registered memory through which processes acknowledge:
+a reader writes an offer's generation into the sender's board.
 
-One-sided writes, because a message would make the reader's next read wait until the sender's process has looked at it.
-Every offer has a word of its own for as long as its segment is not free, apart from all payload: a late write can do no
-more than put a generation there that nobody waits for.
+One-sided writes, because a message would make the reader's next read wait until the sender's process has
+looked at it. Every offer has a word of its own for as long as its segment is not free, apart from all
+payload: a late write can do no more than put a generation there that nobody waits for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dynamo.trtllm.transfer.pool import Slots
 INBOX_WORDS = 4096
 """Offers that may be open or set aside at once; more wait."""
 OUTBOX_WORDS = 1024
-"""Acknowledgements that may be on their way at once; more are not sent, and the time to live frees their segments."""
+"""Acknowledgements that may be on their way at once; more are not sent,
+and the time to live frees their segments."""
 
 
 class Board:

@@ -1,4 +1,5 @@
-"""What a sender tells a reader about an offer: small frozen messages that travel as JSON inside other messages.
+"""What a sender tells a reader about an offer:
+small frozen messages that travel as JSON inside other messages.
 
 This module needs neither torch nor nixl, so that every role can validate a message.
 """
@@ -46,8 +47,9 @@ class _Message(BaseModel):
 class PeerIdentity(_Message):
     """Who can be read from: one run of one process.
 
-    `name` is stable over restarts and unique among live processes, `incarnation` is new at every start. `metadata` is the
-    transport's own description of the process and its registered memory, base64, about 0.6 kB for NIXL.
+    `name` is stable over restarts and unique among live processes, `incarnation` is new at every
+    start. `metadata` is the transport's own description of the process and its registered memory,
+    base64, about 0.6 kB for NIXL.
     """
 
     name: ShortName
@@ -84,9 +86,10 @@ class TensorSpec(_Message):
 class TransferDescriptor(_Message):
     """Everything a reader needs to fetch one offer.
 
-    The segment is `length` bytes at `address` on `device`: header, tensors in order of their offsets, trailer in the last
-    eight bytes. `generation` stands in header and trailer for as long as the offer is valid. `time_to_live_s` is how long
-    the sender keeps an offer that nobody acknowledges; a read may take at most half of it.
+    The segment is `length` bytes at `address` on `device`: header, tensors in order of their offsets,
+    trailer in the last eight bytes. `generation` stands in header and trailer for as long as the offer
+    is valid. `time_to_live_s` is how long the sender keeps an offer that nobody acknowledges; a read
+    may take at most half of it.
     """
 
     version: Literal[2] = 2

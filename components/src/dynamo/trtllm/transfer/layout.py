@@ -1,7 +1,8 @@
 """How tensors lie in a segment: header, tensors, trailer; writing them in and viewing them out.
 
-Layout: eight bytes of generation (padded to `HEADER_BYTES`), each tensor contiguous at a multiple of `ALIGNMENT_BYTES`,
-eight bytes of generation. Works on any device; this module allocates nothing and knows no transport.
+Layout: eight bytes of generation (padded to `HEADER_BYTES`), each tensor contiguous at a multiple
+of `ALIGNMENT_BYTES`, eight bytes of generation. Works on any device; this module allocates
+nothing and knows no transport.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dynamo.trtllm.transfer.descriptor import ALIGNMENT_BYTES, HEADER_BYTES, ITEM_BYTES, TRAILER_BYTES, WORD_BYTES, TensorSpec
+from dynamo.trtllm.transfer.descriptor import (
+    ALIGNMENT_BYTES,
+    HEADER_BYTES,
+    ITEM_BYTES,
+    TRAILER_BYTES,
+    WORD_BYTES,
+    TensorSpec,
+)
 from dynamo.trtllm.transfer.pool import round_up
 
 INVALID_GENERATION = 0
@@ -34,7 +42,9 @@ def plan(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorSpec, ...], i
             raise ValueError(f"tensors of {tensor.dtype} cannot be handed over")
         offset = round_up(end, ALIGNMENT_BYTES)
         dtype = _DTYPE_NAMES[tensor.dtype]
-        specs.append(TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), nbytes=tensor.nbytes, offset=offset))
+        specs.append(
+            TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape), nbytes=tensor.nbytes, offset=offset)
+        )
         end = offset + tensor.nbytes
     return tuple(specs), round_up(end, TRAILER_BYTES) + TRAILER_BYTES
 
@@ -42,7 +52,8 @@ def plan(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorSpec, ...], i
 def views(memory: torch.Tensor, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
     """The tensors of a segment (`memory`, uint8 `[length]`) as views, in the order of `specs`."""
     return {
-        spec.name: memory[spec.offset : spec.offset + spec.nbytes].view(_DTYPES[spec.dtype]).view(spec.shape) for spec in specs
+        spec.name: memory[spec.offset : spec.offset + spec.nbytes].view(_DTYPES[spec.dtype]).view(spec.shape)
+        for spec in specs
     }
 
 
@@ -55,7 +66,8 @@ def write(memory: torch.Tensor, specs: Sequence[TensorSpec], tensors: Mapping[st
 
 
 def mark(memory: torch.Tensor, generation: int) -> None:
-    """Write `generation` before and after the payload; `INVALID_GENERATION` says that the segment holds no offer."""
+    """Write `generation` before and after the payload;
+    `INVALID_GENERATION` says that the segment holds no offer."""
     if memory.is_cuda:
         memory[:WORD_BYTES].view(torch.int64).fill_(generation)
         memory[-WORD_BYTES:].view(torch.int64).fill_(generation)
@@ -68,15 +80,19 @@ def mark(memory: torch.Tensor, generation: int) -> None:
 def is_marked(memory: torch.Tensor, generation: int) -> bool:
     """True when `generation` stands both before and after the payload."""
     if memory.is_cuda:
-        words = torch.stack([memory[:WORD_BYTES].view(torch.int64), memory[-WORD_BYTES:].view(torch.int64)]).flatten().tolist()
+        words = (
+            torch.stack([memory[:WORD_BYTES].view(torch.int64), memory[-WORD_BYTES:].view(torch.int64)])
+            .flatten()
+            .tolist()
+        )
     else:
         words = [ctypes.c_int64.from_address(address).value for address in _ends(memory)]
     return bool(words == [generation, generation])
 
 
 def _ends(memory: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first and the last word of a segment in this process's memory. Looking at them through views took 34
-    microseconds of a small hand-over (measured).
+    """Addresses of the first and the last word of a segment in this process's memory.
+    Looking at them through views took 34 microseconds of a small hand-over (measured).
     """
     first = memory.data_ptr()
     return first, first + memory.numel() - WORD_BYTES

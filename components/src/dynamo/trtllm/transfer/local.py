@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, ClassVar
 from dynamo.trtllm.errors import PeerFault
 from dynamo.trtllm.transfer.descriptor import PeerIdentity, TransferDescriptor
 from dynamo.trtllm.transfer.pool import Segment
-from dynamo.trtllm.transfer.transport import INLINE_COPY_BYTES, Acknowledgements, ConnectionLost, Place, Transport
+from dynamo.trtllm.transfer.transport import (
+    INLINE_COPY_BYTES,
+    Acknowledgements,
+    ConnectionLost,
+    Place,
+    Transport,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +26,8 @@ _CONNECTED: dict[str, LocalTransport] = {}
 
 
 class LocalTransport(Transport):
-    """Reads by copying between registered memory of this process. `_regions` maps base addresses to that memory."""
+    """Reads by copying between registered memory of this process.
+    `_regions` maps base addresses to that memory."""
 
     name: ClassVar[str] = "local"
 
@@ -68,7 +75,8 @@ class LocalTransport(Transport):
         return future
 
     def find_memory(self, address: int, nbytes: int) -> torch.Tensor | None:
-        """Registered bytes of this transport, uint8 `[nbytes]`; None where they do not lie in one registered region."""
+        """Registered bytes of this transport, uint8 `[nbytes]`;
+        None where they do not lie in one registered region."""
         for base, memory in self._regions.items():
             if base <= address and address + nbytes <= base + memory.numel():
                 return memory[address - base : address - base + nbytes]

@@ -26,13 +26,16 @@ MAX_OWN_REGISTRATIONS = 4
 
 
 class Memory:
-    """One pool for each device, those of CUDA devices made when first used, and memory of its own for what is larger.
+    """One pool for each device, those of CUDA devices made when first used,
+    and memory of its own for what is larger.
 
-    State shared by requests, touched on the event loop only: the pools, `_making` (pools that are being registered, by device),
-    and `_own` (the pool of each large object, and the slot that it takes up).
+    State shared by requests, touched on the event loop only: the pools, `_making` (pools that are being
+    registered, by device), and `_own` (the pool of each large object, and the slot that it takes up).
     """
 
-    def __init__(self, transport: Transport, *, pool_bytes: int, max_object_bytes: int, stage_cuda_on_host: bool) -> None:
+    def __init__(
+        self, transport: Transport, *, pool_bytes: int, max_object_bytes: int, stage_cuda_on_host: bool
+    ) -> None:
         self._transport = transport
         self._pool_bytes = pool_bytes
         self._max_object_bytes = max_object_bytes
@@ -50,7 +53,9 @@ class Memory:
             await self._pool_for("cpu", math.inf)
         except RuntimeError as error:  # what torch raises where there is no memory
             size = f"{self._pool_bytes / MEBIBYTE:g} MB"
-            raise StartupError(f"no memory for a transfer pool of {size}: lower --transfer-pool-mb") from error
+            raise StartupError(
+                f"no memory for a transfer pool of {size}: lower --transfer-pool-mb"
+            ) from error
 
     async def settle(self) -> None:
         """From now on nothing is given back: the transport, which is closed next, still knows all memory."""
@@ -75,7 +80,8 @@ class Memory:
         return f"{device.type}:{device.index or 0}"
 
     def device_for(self, descriptor: TransferDescriptor) -> str:
-        """The device that an offer is read into: of the same kind as the sender's, where this process has one."""
+        """The device that an offer is read into:
+        of the same kind as the sender's, where this process has one."""
         import torch
 
         if descriptor.device == "cpu" or self._stage_cuda_on_host or not torch.cuda.is_available():
@@ -83,7 +89,8 @@ class Memory:
         return f"cuda:{torch.cuda.current_device()}"
 
     async def allocate(self, device: str, nbytes: int, end: float) -> Segment:
-        """A segment on `device` before the loop's time `end`; larger than the pool, it comes from a registration of its own.
+        """A segment on `device` before the loop's time `end`;
+        larger than the pool, it comes from a registration of its own.
 
         Raises `Overloaded` when there is no room in time, and `LimitFault` for what is too large altogether.
         """
@@ -183,8 +190,11 @@ class Memory:
 
 
 async def _until(task: asyncio.Task[Result], end: float) -> Result:
-    """The result of `task`, which goes on without a caller that leaves. Raises `Overloaded` after the loop's time `end`."""
-    await asyncio.wait({task}, timeout=None if end == math.inf else max(end - asyncio.get_running_loop().time(), 0.0))
+    """The result of `task`, which goes on without a caller that leaves.
+    Raises `Overloaded` after the loop's time `end`."""
+    await asyncio.wait(
+        {task}, timeout=None if end == math.inf else max(end - asyncio.get_running_loop().time(), 0.0)
+    )
     if not task.done():
         raise Overloaded("memory for the transfer could not be registered in time; try again later")
     return task.result()

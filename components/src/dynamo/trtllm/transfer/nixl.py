@@ -1,7 +1,7 @@
 """The NIXL transport: reads over UCX, between processes and machines.
 
-The peer's connection data travels in the descriptor (about 0.6 kB of base64) and is loaded once per peer; acknowledgements are
-one-sided writes into the sender's board.
+The peer's connection data travels in the descriptor (about 0.6 kB of base64) and is loaded once per peer;
+acknowledgements are one-sided writes into the sender's board.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class NixlTransport(Transport):
     def listen(self, acknowledgements: Acknowledgements) -> None:
         self._acknowledgements = acknowledgements
         board, expected = acknowledgements.board, acknowledgements.expected
-        self._require_thread().watch(lambda: board.arrived() if expected() else None, acknowledgements.arrived)
+        self._require_thread().watch(
+            lambda: board.arrived() if expected() else None, acknowledgements.arrived
+        )
 
     async def disconnect(self) -> None:
         thread, self._thread = self._thread, None

@@ -1,7 +1,7 @@
 """One NIXL agent: its registered memory, its peers, and the moves that are on their way.
 
-Only one thread at a time may call it; `nixl_thread.py` sees to that. It waits for nothing. Knows addresses and peers, not
-tensors or offers.
+Only one thread at a time may call it; `nixl_thread.py` sees to that. It waits for nothing.
+Knows addresses and peers, not tensors or offers.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Move:
 class Agent:
     """The library's agent by the name `name`. Futures are completed through `tell`.
 
-    A move that has not ended after `abandon_after_s` is given up together with the connection to its peer. Until the library
-    has let go of it, its bytes may still arrive; if that takes as long again, it fails with `MemoryLost`. Whatever a call of the
-    library raises for one move says nothing about the others.
+    A move that has not ended after `abandon_after_s` is given up together with the connection to its peer.
+    Until the library has let go of it, its bytes may still arrive; if that takes as long again, it fails with
+    `MemoryLost`. Whatever a call of the library raises for one move says nothing about the others.
     """
 
     def __init__(self, name: str, abandon_after_s: float, tell: Tell) -> None:
@@ -96,14 +96,24 @@ class Agent:
         known = self._peers.get(peer.agent)
         return known is not None and known.metadata == peer.metadata
 
-    def post(self, operation: Operation, peer: PeerIdentity, there: Place, here: Place, finished: asyncio.Future[None]) -> None:
-        """Start a move. `finished` completes when the transport will not touch `here` any more; see `Transport.read`."""
+    def post(
+        self,
+        operation: Operation,
+        peer: PeerIdentity,
+        there: Place,
+        here: Place,
+        finished: asyncio.Future[None],
+    ) -> None:
+        """Start a move. `finished` completes when the transport will not touch `here` any more;
+        see `Transport.read`."""
         from nixl._bindings import nixlNotFoundError
 
         move: _Move | None = None
         try:
             agent = self._require_peer(peer)
-            handle = self._agent.initialize_xfer(operation, self._describe(here), self._describe(there), agent)
+            handle = self._agent.initialize_xfer(
+                operation, self._describe(here), self._describe(there), agent
+            )
             move = _Move(agent, handle, time.perf_counter(), finished)
             state = self._agent.transfer(handle)
             end = time.perf_counter() + SPIN_S
@@ -223,7 +233,8 @@ class Agent:
                 self._fail(move.finished, MemoryLost())
 
     def _is_released(self, move: _Move, cause: Exception | None = None) -> bool:
-        """Take a given-up move back from the library; true, and its future failed, when nothing of it is left there."""
+        """Take a given-up move back from the library; true, and its future failed,
+        when nothing of it is left there."""
         try:
             self._agent.release_xfer_handle(move.handle)
         except Exception:

@@ -17,14 +17,16 @@ Job = Callable[[], None]
 
 
 class Jobs:
-    """A queue from the event loop, on which this is made, to one thread. That thread calls `next` and `tell_loop` only."""
+    """A queue from the event loop, on which this is made, to one thread.
+    That thread calls `next` and `tell_loop` only."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.asleep = False
-        """True while the thread waits although nothing is outstanding: it then sees nothing unless it is roused."""
+        """True while the thread waits although nothing is outstanding:
+        it then sees nothing unless it is roused."""
 
     def put(self, job: Job) -> None:
         """Let the thread do `job`, after what is queued."""
@@ -36,7 +38,8 @@ class Jobs:
             self._queue.put(lambda: None)
 
     async def call(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, done on the thread. It is done, and its result dropped, if the caller leaves."""
+        """The result of `work`, done on the thread.
+        It is done, and its result dropped, if the caller leaves."""
         finished: asyncio.Future[Any] = self._loop.create_future()
 
         def done(result: Any, error: Exception | None) -> None:
@@ -57,7 +60,8 @@ class Jobs:
         return await asyncio.shield(finished)
 
     def put_unless_late(self, job: Job, finished: asyncio.Future[None], within_s: float) -> None:
-        """As `put`, but if the thread does not come to it in time, `finished` fails with `ConnectionLost` and it is not done."""
+        """As `put`, but if the thread does not come to it in time,
+        `finished` fails with `ConnectionLost` and it is not done."""
         taken = threading.Lock()  # by whoever acquires it: the thread, or the end of the time
 
         def begin() -> None:

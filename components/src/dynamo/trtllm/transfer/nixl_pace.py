@@ -1,4 +1,5 @@
-"""When the transfer thread looks again, and how to tell a thread that hangs from a process that was stopped."""
+"""When the transfer thread looks again, and how to tell a thread
+that hangs from a process that was stopped."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from dynamo.trtllm.transfer.nixl_agent import SPIN_S
 MOVE_PAUSE_S = 0.001
 """Longest pause between two looks at reads and writes in flight."""
 OFFER_PAUSES_S = (250e-6, 0.002)
-"""Shortest and longest pause between two looks for acknowledgements: they free memory, nobody waits for them."""
+"""Shortest and longest pause between two looks for acknowledgements:
+they free memory, nobody waits for them."""
 IDLE_PAUSE_S = 0.02
-"""Pause while nothing is outstanding. A peer that connects needs a few looks of this side before its first read can end."""
+"""Pause while nothing is outstanding.
+A peer that connects needs a few looks of this side before its first read can end."""
 COMPLAINT_PAUSE_S = 10.0
 """Between two lines of the log about errors of the thread."""
 _LONGEST_CHECK_PAUSE_S = 1.0
@@ -28,7 +31,8 @@ class Pace:
         self._next_complaint = -math.inf
 
     def pause_s(self, last_posted: float | None) -> float:
-        """Seconds to the next look. `last_posted` is when the youngest move under way was posted, None without one."""
+        """Seconds to the next look. `last_posted` is when the youngest move
+        under way was posted, None without one."""
         now = time.perf_counter()
         if last_posted is not None:
             pause_s = min((now - last_posted) / 16, MOVE_PAUSE_S)
@@ -50,7 +54,8 @@ class Pace:
 class StandstillWatch:
     """For how long a counter has stood still, as seen by someone who looks about once a second.
 
-    A look that comes late counts as one second: a process that was stopped for a while is no thread that hangs.
+    A look that comes late counts as one second:
+    a process that was stopped for a while is no thread that hangs.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """The thread that makes those calls of a NIXL agent which take long, and finds out what has ended.
 
-A thread because connecting takes milliseconds, and because posting a READ may copy the whole payload before it returns
-(UCX within a machine does), which must not hold up the event loop. Short calls to a known peer are made on the event loop
-itself, where they save two changes of thread. One lock guards the agent; the event loop never waits for it. NIXL's own
-progress thread is left out: it keeps one core busy for as long as the process lives. In its place the thread looks again
-after a pause that grows with the time it has waited.
+A thread because connecting takes milliseconds, and because posting a READ may copy the whole payload before
+it returns (UCX within a machine does), which must not hold up the event loop. Short calls to a known peer are
+made on the event loop itself, where they save two changes of thread. One lock guards the agent; the event
+loop never waits for it. NIXL's own progress thread is left out: it keeps one core busy for as long as the
+process lives. In its place the thread looks again after a pause that grows with the time it has waited.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from dynamo.trtllm.transfer.transport import INLINE_COPY_BYTES, Place
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 0.001
-"""From an offer to the first look for its acknowledgement: until then the thread would only take time from the hand-over."""
+"""From an offer to the first look for its acknowledgement:
+until then the thread would only take time from the hand-over."""
 LONGEST_CALL_S = 30.0
-"""What one call of the library may take, or the time after which moves are given up if that is longer: 16 GiB take seconds."""
+"""What one call of the library may take, or the time after which moves are given up if that is longer:
+16 GiB take seconds."""
 START_S = 120.0
 """What the library may take to start."""
 STOP_S = 1.0
@@ -37,9 +39,11 @@ STOP_S = 1.0
 
 
 class AgentThread:
-    """Owner of a NIXL agent. Public methods are called on the event loop, the others on the thread unless they say otherwise.
+    """Owner of a NIXL agent. Public methods are called on the event loop,
+    the others on the thread unless they say otherwise.
 
-    `_turns` counts the thread's rounds without an error; while it stands still, a call of the library does not return or fails.
+    `_turns` counts the thread's rounds without an error; while it stands still,
+    a call of the library does not return or fails.
     """
 
     def __init__(self, name: str, *, abandon_after_s: float) -> None:
@@ -76,12 +80,15 @@ class AgentThread:
             await self.stop()
             if isinstance(error, StartupError):
                 raise
-            raise StartupError("NIXL cannot start on this machine; install nixl with its UCX backend") from error
+            raise StartupError(
+                "NIXL cannot start on this machine; install nixl with its UCX backend"
+            ) from error
 
     async def stop(self) -> None:
         """End moves in flight, drop the agent and end the thread. Calling again does nothing.
 
-        A thread that does not come back from the library is left behind; the agent keeps the memory that it knows.
+        A thread that does not come back from the library is left behind;
+        the agent keeps the memory that it knows.
         """
         if self._first_look is not None:
             self._first_look.cancel()
@@ -97,8 +104,12 @@ class AgentThread:
             return
         limit_s = max(LONGEST_CALL_S, self._abandon_after_s)
         if not self._thread.is_alive() or self._standstill.still_s(self._turns) > limit_s:
-            logger.critical("the transfer thread has been in these calls for %g s: %s", limit_s, self._calls_under_way())
-            raise TransferDead(f"no call of the transfer library NIXL has returned or succeeded for {limit_s:g} s")
+            logger.critical(
+                "the transfer thread has been in these calls for %g s: %s", limit_s, self._calls_under_way()
+            )
+            raise TransferDead(
+                f"no call of the transfer library NIXL has returned or succeeded for {limit_s:g} s"
+            )
 
     def _calls_under_way(self) -> str:
         """On the event loop: names of the functions that the thread is in, outermost first."""
@@ -109,8 +120,8 @@ class AgentThread:
         return " > ".join(reversed(names)) or "none, it has ended"
 
     def watch(self, look: Callable[[], list[int] | None], on_arrival: Callable[[list[int]], None]) -> None:
-        """Ask `look` for what peers have written into this process (None while nothing is expected), and call `on_arrival`
-        with it on the event loop. `look` is called on the thread.
+        """Ask `look` for what peers have written into this process (None while nothing is expected),
+        and call `on_arrival` with it on the event loop. `look` is called on the thread.
         """
         self._on_arrival, self._look = on_arrival, look
 
@@ -122,10 +133,13 @@ class AgentThread:
         """Undo `register`. The tensor must live until this returns."""
         await self._jobs.call(lambda: self._require_agent().unregister(registration))
 
-    def move(self, operation: Operation, peer: PeerIdentity, there: Place, here: Place) -> asyncio.Future[None]:
+    def move(
+        self, operation: Operation, peer: PeerIdentity, there: Place, here: Place
+    ) -> asyncio.Future[None]:
         """Start to copy `there`, of `peer`, to `here` (READ) or back (WRITE).
 
-        The future completes when the transport will not touch `here` any more. It fails with `ConnectionLost` or `PeerFault`.
+        The future completes when the transport will not touch `here` any more.
+        It fails with `ConnectionLost` or `PeerFault`.
         """
         finished: asyncio.Future[None] = self._loop.create_future()
 
@@ -155,7 +169,8 @@ class AgentThread:
         self._jobs.rouse()
 
     def _at_once(self, peer: PeerIdentity, work: Callable[[], None]) -> bool:
-        """On the event loop: do `work` here if `peer` is connected and the agent is free; true when it was done."""
+        """On the event loop: do `work` here if `peer` is connected and the agent is free;
+        true when it was done."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -169,7 +184,9 @@ class AgentThread:
     def _run(self) -> None:
         while not self._stopping:
             try:
-                job = self._jobs.next(self._pace.pause_s(self._agent.last_posted if self._agent is not None else None))
+                job = self._jobs.next(
+                    self._pace.pause_s(self._agent.last_posted if self._agent is not None else None)
+                )
                 self._take_lock()
                 try:
                     self._turn(job)
@@ -182,7 +199,9 @@ class AgentThread:
 
     def _take_lock(self) -> None:
         while not self._lock.acquire(timeout=LONGEST_CALL_S):
-            logger.critical("the event loop does not come back from a call of NIXL: this worker answers nothing any more")
+            logger.critical(
+                "the event loop does not come back from a call of NIXL: this worker answers nothing any more"
+            )
 
     def _turn(self, job: Job | None) -> None:
         """One round. What fails in it fails alone; the first error is raised at the end."""

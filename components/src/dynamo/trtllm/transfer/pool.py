@@ -1,7 +1,8 @@
 """Memory for transfers: an allocator of aligned ranges, and a pool that lets callers wait for room.
 
-A pool is one block of memory, registered once with the transport. Segments are cut from it and given back. This module
-does not know what is in a segment, nor when it may be reused: the sender and the reader decide that.
+A pool is one block of memory, registered once with the transport. Segments are cut from it and
+given back. This module does not know what is in a segment, nor when it may be reused: the sender
+and the reader decide that.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ def round_up(nbytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
 
 
 class Allocator:
-    """Best-fit allocation of aligned ranges out of `[0, capacity)`; neighbouring free ranges are merged at once.
+    """Best-fit allocation of aligned ranges out of `[0, capacity)`;
+    neighbouring free ranges are merged at once.
 
-    Ties go to the lowest offset, so that a lightly used pool stays within pages that are already in memory and in cache.
+    Ties go to the lowest offset, so that a lightly used pool stays within
+    pages that are already in memory and in cache.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,9 +48,14 @@ class Allocator:
         return len(self._taken)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Offset of a free range of at least `nbytes` (at least one alignment unit); None while no hole is large enough."""
+        """Offset of a free range of at least `nbytes` (at least one alignment unit);
+        None while no hole is large enough."""
         length = round_up(max(nbytes, 1))
-        fitting = [(self._free_lengths[offset], offset) for offset in self._free_offsets if self._free_lengths[offset] >= length]
+        fitting = [
+            (self._free_lengths[offset], offset)
+            for offset in self._free_offsets
+            if self._free_lengths[offset] >= length
+        ]
         if not fitting:
             return None
         hole, offset = min(fitting)
@@ -90,7 +98,8 @@ class _Waiter:
 
 
 class _FirstComeFirstServed(ABC):
-    """Something that is handed out in places and can be waited for. Shared by all transfers; used on the event loop only."""
+    """Something that is handed out in places and can be waited for.
+    Shared by all transfers; used on the event loop only."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Waiter] = deque()
@@ -175,7 +184,8 @@ class Room(_FirstComeFirstServed):
         self.allocator = allocator
 
     async def take(self, nbytes: int, timeout_s: float) -> int:
-        """Offset of a range of `nbytes`. Raises `Overloaded` when there is none within `timeout_s` seconds."""
+        """Offset of a range of `nbytes`.
+        Raises `Overloaded` when there is none within `timeout_s` seconds."""
         return await self._take(nbytes, timeout_s)
 
     def _grant(self, amount: int) -> int | None:

@@ -1,4 +1,5 @@
-"""The transfer over registered memory: a sender, a reader, the memory of both, and the transport that carries the bytes."""
+"""The transfer over registered memory: a sender, a reader, the memory of both,
+and the transport that carries the bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,18 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 
 MOST_LOST = 0.5
-"""Share of the memory that may be lost to reads which could not be stopped; beyond it a new process serves better."""
-_COUNTED = ("offers", "offered_bytes", "fetches", "fetched_bytes", "acknowledged", "expired", "failures", "retries")
+"""Share of the memory that may be lost to reads which could not be stopped;
+beyond it a new process serves better."""
+_COUNTED = (
+    "offers",
+    "offered_bytes",
+    "fetches",
+    "fetched_bytes",
+    "acknowledged",
+    "expired",
+    "failures",
+    "retries",
+)
 
 
 class PooledTransfer(Transfer):
@@ -46,7 +57,8 @@ class PooledTransfer(Transfer):
         stage_cuda_on_host: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name` is stable over restarts and unique among live processes; without one, a random name is used."""
+        """`name` is stable over restarts and unique among live processes;
+        without one, a random name is used."""
         self._incarnation = secrets.token_hex(8)
         self._name = name or self._incarnation
         self.transport = transport
@@ -54,7 +66,10 @@ class PooledTransfer(Transfer):
         self._clock = clock
         self._counts: Counter[str] = Counter()
         self._memory = Memory(
-            transport, pool_bytes=pool_bytes, max_object_bytes=max_object_bytes, stage_cuda_on_host=stage_cuda_on_host
+            transport,
+            pool_bytes=pool_bytes,
+            max_object_bytes=max_object_bytes,
+            stage_cuda_on_host=stage_cuda_on_host,
         )
         self._sender: Sender | None = None
         self._reader: Reader | None = None
@@ -74,7 +89,9 @@ class PooledTransfer(Transfer):
         except BaseException:
             await self.transport.disconnect()
             raise
-        sender = Sender(self._memory, board, self._counts, time_to_live_s=self._time_to_live_s, clock=self._clock)
+        sender = Sender(
+            self._memory, board, self._counts, time_to_live_s=self._time_to_live_s, clock=self._clock
+        )
         self.transport.listen(Acknowledgements(board, sender.awaits_acknowledgement, sender.acknowledged))
         self._sender, self._reader = sender, Reader(self._memory, self.transport, self._counts)
         self._housekeeper = asyncio.create_task(sender.keep_house(), name="transfer-housekeeping")
@@ -130,7 +147,8 @@ class PooledTransfer(Transfer):
             raise TransferDead("reads that could not be stopped hold most of the transfer memory")
 
     def sweep(self) -> float | None:
-        """What the housekeeping does by itself, at once. Returns the seconds until something is due, None without it."""
+        """What the housekeeping does by itself, at once.
+        Returns the seconds until something is due, None without it."""
         return self._require(self._sender).sweep()
 
     def stats(self) -> TransferStats:

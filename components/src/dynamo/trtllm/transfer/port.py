@@ -1,25 +1,26 @@
 """The transfer port: how tensors are handed from one process to another, and what every adapter guarantees.
 
-Life: `start` once, then any number of `offer` and `fetch` side by side on one event loop, then `close` once. The sender
-copies tensors into registered memory and gets an `Offer`, whose `descriptor` travels to the reader inside some message.
-The reader fetches, checks and acknowledges; the acknowledgement frees the sender's memory.
+Life: `start` once, then any number of `offer` and `fetch` side by side on one event loop, then `close`
+once. The sender copies tensors into registered memory and gets an `Offer`, whose `descriptor` travels
+to the reader inside some message. The reader fetches, checks and acknowledges; the acknowledgement
+frees the sender's memory.
 
 Contract, held by one test suite for every adapter (`tests/transfer/test_contract.py`):
 * Every wait ends at its deadline. `deadline_s` is always a duration in seconds from the call.
-* What arrives is exactly what was offered, or an error is raised: a segment that was reused while it was read is never
-  returned.
-* An offer's memory is held until it is acknowledged, released or `time_to_live_s` old, whichever comes first. Memory that
-  a reader may still be reading (released or expired, not acknowledged) is kept aside for another half of the time to live
-  before it is used again.
+* What arrives is exactly what was offered, or an error is raised:
+  a segment that was reused while it was read is never returned.
+* An offer's memory is held until it is acknowledged, released or `time_to_live_s` old, whichever comes first.
+  Memory that a reader may still be reading (released or expired, not acknowledged) is kept aside for another
+  half of the time to live before it is used again.
 * Cancelling `offer` or `fetch` leaks nothing. A peer that dies costs at most a retry, never memory or a hang.
-* Memory of a read that could be given up but not stopped is never used again, and is counted (`lost_reads`). When most of it
-  is lost so, `check_health` says that a new process serves better.
-* A full pool lets callers wait, first come first served. An object larger than the pool gets memory of its own, freed
-  afterwards.
+* Memory of a read that could be given up but not stopped is never used again, and is counted (`lost_reads`).
+  When most of it is lost so, `check_health` says that a new process serves better.
+* A full pool lets callers wait, first come first served.
+  An object larger than the pool gets memory of its own, freed afterwards.
 
-Errors: `Overloaded` (no room within the deadline), `PeerTimeout` (the read outlasted its deadline), `PeerUnavailable` (the
-peer is gone or unreachable), `PeerFault` (the descriptor is inconsistent, or the offer has expired), `LimitFault` (larger
-than can be handed over).
+Errors: `Overloaded` (no room within the deadline), `PeerTimeout` (the read outlasted its deadline),
+`PeerUnavailable` (the peer is gone or unreachable), `PeerFault` (the descriptor is inconsistent, or the offer
+has expired), `LimitFault` (larger than can be handed over).
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class OfferState(str, Enum):
 
 
 class Offer:
-    """Tensors that wait to be fetched. Owned by the transfer, which frees it at the latest when its time to live ends.
+    """Tensors that wait to be fetched. Owned by the transfer,
+    which frees it at the latest when its time to live ends.
 
-    A handler that replies with the descriptor and returns may drop the object. One that outlives the hand-over holds it with
-    `async with`, which releases at the end. `release` may be called in any state, any number of times.
+    A handler that replies with the descriptor and returns may drop the object. One that outlives the
+    hand-over holds it with `async with`, which releases at the end. `release` may be called in any
+    state, any number of times.
     """
 
     def __init__(self, descriptor: TransferDescriptor, release: Callable[[], None]) -> None:
@@ -85,7 +88,8 @@ class Offer:
         self._settled.set()
 
     async def settled(self, deadline_s: float) -> OfferState:
-        """Wait until the offer is no longer open. Raises `PeerTimeout` when it still is after `deadline_s`."""
+        """Wait until the offer is no longer open.
+        Raises `PeerTimeout` when it still is after `deadline_s`."""
         if not await wait_for_event(self._settled, deadline_s):
             raise PeerTimeout("the other worker did not fetch its data in time")
         return self.state
@@ -98,16 +102,19 @@ class Offer:
 
 
 class Received:
-    """Tensors that were fetched. `tensors` are views of pool memory until `release`, or independent where a copy was
-    asked for.
+    """Tensors that were fetched. `tensors` are views of pool memory until `release`,
+    or independent where a copy was asked for.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], release: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], release: Callable[[], None] | None = None
+    ) -> None:
         self.tensors = tensors
         self._release = release
 
     def release(self) -> None:
-        """Give the memory back. The views must not be used afterwards, and work queued on them on a GPU must have ended.
+        """Give the memory back. The views must not be used afterwards,
+        and work queued on them on a GPU must have ended.
 
         Calling again does nothing.
         """
@@ -125,8 +132,8 @@ class Received:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """Counters since the start (`..._total`) and gauges of this moment. Bytes count payload, pool gauges count whole
-    segments.
+    """Counters since the start (`..._total`) and gauges of this moment.
+    Bytes count payload, pool gauges count whole segments.
     """
 
     offers_total: int
@@ -143,7 +150,8 @@ class TransferStats:
     quarantined_segments: int
     reads_in_flight: int
     lost_reads: int
-    """Reads that were given up and could not be stopped; their memory stays out of use for as long as the process lives."""
+    """Reads that were given up and could not be stopped;
+    their memory stays out of use for as long as the process lives."""
     own_registrations: int
     pool_bytes: int
     pool_used_bytes: int
@@ -177,7 +185,8 @@ class Transfer(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Reserve and register memory. Raises `StartupError` when the transport cannot be used on this machine."""
+        """Reserve and register memory.
+        Raises `StartupError` when the transport cannot be used on this machine."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -192,9 +201,9 @@ class Transfer(ABC):
     async def offer(self, tensors: Mapping[str, torch.Tensor], deadline_s: float | None = None) -> Offer:
         """Copy `tensors`, of any layout but all on one device, and offer them to one reader.
 
-        They may be changed or freed as soon as this returns. Waits at most `deadline_s` for room, by default half of
-        this transfer's time to live. Raises `Overloaded`, `LimitFault`, and `ValueError` for no tensors, several
-        devices or a dtype outside `descriptor.ITEM_BYTES`.
+        They may be changed or freed as soon as this returns. Waits at most `deadline_s` for room, by default
+        half of this transfer's time to live. Raises `Overloaded`, `LimitFault`, and `ValueError` for no
+        tensors, several devices or a dtype outside `descriptor.ITEM_BYTES`.
         """
 
     @abstractmethod
@@ -208,25 +217,27 @@ class Transfer(ABC):
     ) -> Received:
         """Read an offer and acknowledge it.
 
-        The wait for room and the read together take at most `deadline_s`, and never more than half of the offer's time to
-        live: later, the sender may use the memory again. With `copy`, or a `device` other than the memory's own, the
-        tensors are independent of the pool and there is nothing to release.
-        Raises `Overloaded`, `PeerTimeout`, `PeerUnavailable`, `PeerFault` and `LimitFault`.
+        The wait for room and the read together take at most `deadline_s`, and never more than half of the
+        offer's time to live: later, the sender may use the memory again. With `copy`, or a `device` other
+        than the memory's own, the tensors are independent of the pool and there is nothing to release. Raises
+        `Overloaded`, `PeerTimeout`, `PeerUnavailable`, `PeerFault` and `LimitFault`.
         """
 
     @abstractmethod
     async def discard(self, descriptor: TransferDescriptor) -> None:
-        """Acknowledge an offer without reading it, so that its sender frees it. Failures are ignored: the time to live
-        follows.
+        """Acknowledge an offer without reading it, so that its sender frees it.
+        Failures are ignored: the time to live follows.
         """
 
     @abstractmethod
     async def drain(self, deadline_s: float | None = None) -> bool:
-        """Wait until no offer is open, at most `deadline_s` (by default the time to live); true when none is left."""
+        """Wait until no offer is open, at most `deadline_s` (by default the time to live);
+        true when none is left."""
 
     @abstractmethod
     def check_health(self) -> None:
-        """Return at once while tensors can be handed over; raise `TransferDead` when they never will be again.
+        """Return at once while tensors can be handed over;
+        raise `TransferDead` when they never will be again.
 
         To be called about once a second.
         """

@@ -34,7 +34,8 @@ class _Target:
 
 
 class Reader:
-    """Fetches of one process. `_reads` are the transport's futures: memory is not free before its read has ended."""
+    """Fetches of one process. `_reads` are the transport's futures:
+    memory is not free before its read has ended."""
 
     def __init__(self, memory: Memory, transport: Transport, counts: Counter[str]) -> None:
         self._memory = memory
@@ -58,7 +59,9 @@ class Reader:
         """Bytes of the targets of lost reads."""
         return sum(segment.nbytes for segment in self._lost)
 
-    async def fetch(self, descriptor: TransferDescriptor, deadline_s: float, *, copy: bool, device: str | None) -> Received:
+    async def fetch(
+        self, descriptor: TransferDescriptor, deadline_s: float, *, copy: bool, device: str | None
+    ) -> Received:
         """Read an offer and acknowledge it; see `Transfer.fetch`."""
         if descriptor.transport != self._transport.name:
             raise PeerFault("the other worker hands over by another transport; use one for all workers")
@@ -78,7 +81,9 @@ class Reader:
         loop.call_soon(self._acknowledge, descriptor)
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += descriptor.payload_bytes
-        return await self._handed_out(segment, descriptor, copy=copy or device not in (None, home), device=device)
+        return await self._handed_out(
+            segment, descriptor, copy=copy or device not in (None, home), device=device
+        )
 
     async def _handed_out(
         self, segment: Segment, descriptor: TransferDescriptor, *, copy: bool, device: str | None
@@ -88,7 +93,11 @@ class Reader:
         try:
             tensors = layout.views(segment.memory, descriptor.tensors)
             if copy:
-                return Received(await copy_bytes(descriptor.length, lambda: {n: _copied(x, device) for n, x in tensors.items()}))
+                return Received(
+                    await copy_bytes(
+                        descriptor.length, lambda: {n: _copied(x, device) for n, x in tensors.items()}
+                    )
+                )
             held = True
             return Received(tensors, lambda: self._memory.free(segment))
         finally:
@@ -99,12 +108,16 @@ class Reader:
         try:
             self._transport.acknowledge(descriptor)
         except Exception:
-            logger.warning("an acknowledgement could not be sent; the sender's time to live frees its memory", exc_info=True)
+            logger.warning(
+                "an acknowledgement could not be sent; the sender's time to live frees its memory",
+                exc_info=True,
+            )
 
     async def _fetch_into(self, segment: Segment, descriptor: TransferDescriptor, end: float) -> None:
         """Read and check the offer, once more if that fails.
 
-        The segment is the caller's only when this returns. Otherwise it is freed here, once its last read has ended.
+        The segment is the caller's only when this returns.
+        Otherwise it is freed here, once its last read has ended.
         """
         target = _Target(segment)
         try:

@@ -1,7 +1,7 @@
 """The transports by name, and the transfer that a worker's configuration asks for.
 
-Another transport is a module with a `Transport` and a line here. Modules are imported when they are chosen, so none needs
-another one's library.
+Another transport is a module with a `Transport` and a line here.
+Modules are imported when they are chosen, so none needs another one's library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The sending half of a transfer: offers, from the copy into registered memory until that memory is free again."""
+"""The sending half of a transfer:
+offers, from the copy into registered memory until that memory is free again."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _PAUSE_AFTER_ERROR_S = 1.0
 
 @dataclass(eq=False)
 class _Held:
-    """A segment of an offer. `due` is when it expires while the offer is open, and when it is free again once set aside."""
+    """A segment of an offer. `due` is when it expires while the offer is open,
+    and when it is free again once set aside."""
 
     offer: Offer
     segment: Segment
@@ -36,12 +38,19 @@ class _Held:
 
 
 class Sender:
-    """Offers of one process. State shared by requests, all touched on the event loop only: `_open` (offers by generation)
-    and `_quarantine` (segments by generation that a reader may still be reading). `clock` is monotonic, in seconds.
+    """Offers of one process. State shared by requests, all touched on the event loop only: `_open` (offers
+    by generation) and `_quarantine` (segments by generation that a reader may still be reading). `clock`
+    is monotonic, in seconds.
     """
 
     def __init__(
-        self, memory: Memory, board: Board, counts: Counter[str], *, time_to_live_s: float, clock: Callable[[], float]
+        self,
+        memory: Memory,
+        board: Board,
+        counts: Counter[str],
+        *,
+        time_to_live_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._memory = memory
         self._board = board
@@ -73,7 +82,11 @@ class Sender:
         return bool(self._open or self._quarantine)
 
     async def offer(
-        self, tensors: Mapping[str, torch.Tensor], deadline_s: float, transport: str, identity: Callable[[], PeerIdentity]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        deadline_s: float,
+        transport: str,
+        identity: Callable[[], PeerIdentity],
     ) -> Offer:
         """Copy `tensors` into a segment and offer it as `Transfer.offer` says, by `transport`.
 
@@ -123,7 +136,8 @@ class Sender:
         return offer
 
     def acknowledged(self, generations: list[int]) -> None:
-        """Readers are done with these segments: free them at once, wherever they are. Unknown generations are ignored."""
+        """Readers are done with these segments: free them at once, wherever they are.
+        Unknown generations are ignored."""
         for generation in generations:
             held = self._open.pop(generation, None)
             if held is not None:
@@ -136,7 +150,8 @@ class Sender:
                 self._free(held)
 
     def sweep(self) -> float | None:
-        """Expire offers and end quarantines that are due. Returns the seconds until the next is due, None without one."""
+        """Expire offers and end quarantines that are due.
+        Returns the seconds until the next is due, None without one."""
         now = self._clock()
         for generation in [key for key, held in self._quarantine.items() if held.due <= now]:
             self._free(self._quarantine.pop(generation))
@@ -181,7 +196,8 @@ class Sender:
         self._quarantine.clear()
 
     def _withdraw(self, generation: int, state: OfferState) -> None:
-        """End an open offer that a reader may be reading right now: mark it invalid and keep its memory aside."""
+        """End an open offer that a reader may be reading right now:
+        mark it invalid and keep its memory aside."""
         held = self._open.pop(generation)
         held.due = self._clock() + self._time_to_live_s / 2
         self._quarantine[generation] = held
@@ -195,7 +211,8 @@ class Sender:
 
     @staticmethod
     def _invalidate(held: _Held) -> None:
-        """Readers that come late find nothing. Where that fails (a GPU in trouble), the wait before reuse has to do."""
+        """Readers that come late find nothing. Where that fails (a GPU in trouble),
+        the wait before reuse has to do."""
         try:
             layout.mark(held.segment.memory, layout.INVALID_GENERATION)
         except Exception:

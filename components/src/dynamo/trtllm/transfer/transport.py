@@ -1,4 +1,5 @@
-"""What carries bytes between two processes: the part of a transfer that differs between NIXL and a copy in this process.
+"""What carries bytes between two processes:
+the part of a transfer that differs between NIXL and a copy in this process.
 
 A transport knows addresses and peers, and neither tensors nor offers. `registry.py` names all of them.
 """
@@ -27,7 +28,8 @@ class ConnectionLost(Exception):
 
 
 class MemoryLost(ConnectionLost):
-    """A read was given up and could not be stopped: bytes may still arrive in its target, which must not be used again."""
+    """A read was given up and could not be stopped:
+    bytes may still arrive in its target, which must not be used again."""
 
 
 class Place(NamedTuple):
@@ -43,7 +45,8 @@ class Acknowledgements(NamedTuple):
     """Where a transport brings the word of readers that they are done with an offer."""
 
     board: Board
-    """Registered words: one for each open offer, which its reader writes, and those that this process writes to others."""
+    """Registered words: one for each open offer, which its reader writes,
+    and those that this process writes to others."""
     expected: Callable[[], bool]
     """True while a word could free memory. May be asked from another thread."""
     arrived: Callable[[list[int]], None]
@@ -51,7 +54,8 @@ class Acknowledgements(NamedTuple):
 
 
 class Transport(ABC):
-    """One process's connection to all others. `connect` once, then everything else, then `disconnect` once."""
+    """One process's connection to all others. `connect` once,
+    then everything else, then `disconnect` once."""
 
     name: ClassVar[str]
     """What descriptors call it; both ends must use the same one."""
@@ -60,8 +64,8 @@ class Transport(ABC):
     async def connect(self, agent: str, abandon_after_s: float) -> None:
         """Make the transport usable under the process's unique name `agent`.
 
-        A read that has not ended after `abandon_after_s` is given up; if it cannot be stopped within as long again, it fails
-        with `MemoryLost`. Raises `StartupError` where this machine cannot use it.
+        A read that has not ended after `abandon_after_s` is given up; if it cannot be stopped within
+        as long again, it fails with `MemoryLost`. Raises `StartupError` where this machine cannot use it.
         """
 
     @abstractmethod
@@ -74,7 +78,8 @@ class Transport(ABC):
 
     @abstractmethod
     async def register(self, memory: torch.Tensor) -> Any:
-        """Make `memory`, uint8 `[bytes]`, readable by peers and usable for reads; returns what `unregister` takes."""
+        """Make `memory`, uint8 `[bytes]`, readable by peers and usable for reads;
+        returns what `unregister` takes."""
 
     @abstractmethod
     async def unregister(self, registration: Any) -> None:
@@ -89,9 +94,9 @@ class Transport(ABC):
     def read(self, sender: PeerIdentity, source: Place, target: Segment) -> asyncio.Future[None]:
         """Start reading `source`, which is `sender`'s, into `target`.
 
-        The future is never cancelled. It completes when the transport will not touch `target` any more, or fails: with a
-        `PeerFault`, `ConnectionLost`, or `MemoryLost`. It stays open only while a call into the transport's library does not
-        return, which `check_health` says.
+        The future is never cancelled. It completes when the transport will not touch `target` any more, or
+        fails: with a `PeerFault`, `ConnectionLost`, or `MemoryLost`. It stays open only while a call into the
+        transport's library does not return, which `check_health` says.
         """
 
     @abstractmethod
@@ -99,11 +104,13 @@ class Transport(ABC):
         """Tell the sender that its segment is not needed any more; does not wait, ignores failure."""
 
     def offered(self) -> None:
-        """An offer was made: a transport that has to look for acknowledgements starts looking, while they are expected."""
+        """An offer was made: a transport that has to look for acknowledgements starts looking,
+        while they are expected."""
         return
 
     def check_health(self) -> None:
-        """Return at once while reads can end; raise `TransferDead` when the transport's library does not return any more.
+        """Return at once while reads can end;
+        raise `TransferDead` when the transport's library does not return any more.
 
         To be called about once a second.
         """

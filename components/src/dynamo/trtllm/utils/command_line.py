@@ -17,8 +17,8 @@ _CLIENTS = """What clients can send: /v1/chat/completions, /v1/completions and /
 (Anthropic) when the frontend runs with DYN_ENABLE_ANTHROPIC_API=true, images in base64. Dynamo's frontend
 refuses tools: [] and stop: [], and fields that it does not know (verbosity, safety_identifier) unless it runs
 with DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=true; it drops logit_bias and suffix. echo is refused.
-response_format, a tool_choice that forces a tool, and guided_json, guided_regex, guided_grammar and guided_choice
-give the answer its form; TensorRT-LLM needs --guided-decoding-backend for them."""
+response_format, a tool_choice that forces a tool, and guided_json, guided_regex, guided_grammar and
+guided_choice give the answer its form; TensorRT-LLM needs --guided-decoding-backend for them."""
 
 _GENERATION = """--quant-algo --quant-dynamic --enable-teacache --teacache-use-ret-steps --teacache-thresh
     --disable-torch-compile --enable-fullgraph --enable-cuda-graph --attn-backend --dit-ulysses-size

@@ -218,7 +218,8 @@ def _media(settings: Settings, options: DynamoOptions) -> dict[str, Any]:
 def _engine_args(
     settings: Settings, dotted: Sequence[Layer], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Engine arguments of all sources, merged, and the origin of each. Adds to `notes` keys without a value."""
+    """Engine arguments of all sources, merged, and the origin of each.
+    Adds to `notes` keys without a value."""
     layers = [Layer("default", DEFAULT_ENGINE_ARGS)]
     if "--extra-engine-args" in settings:
         path: Path = settings["--extra-engine-args"].value

@@ -1,7 +1,8 @@
-"""Engine arguments: from the worker's configuration to the keyword arguments of the installed `LLM` or `MultimodalEncoder`.
+"""Engine arguments: from the worker's configuration to the keyword arguments
+of the installed `LLM` or `MultimodalEncoder`.
 
-Merging of defaults, files and flags has happened; here a key is checked against the installed release, its value is spelled
-as the library wants it, and what the worker decides itself is filled in.
+Merging of defaults, files and flags has happened; here a key is checked against the installed release,
+its value is spelled as the library wants it, and what the worker decides itself is filled in.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ _ALWAYS_ACCEPTED = frozenset({"backend"})
 _STRIPPED = ("num_postprocess_workers", "postprocess_tokenizer_dir")
 """Post-processing in other processes replaces the output objects that the adapter reads."""
 _ENCODER_KEYS = frozenset(
-    {"trust_remote_code", "tensor_parallel_size", "dtype", "max_batch_size", "max_num_tokens", "load_format", "revision",
-     "model_kwargs", "gpus_per_node", "checkpoint_format", "enable_attention_dp", "cuda_graph_config"}
+    {"trust_remote_code", "tensor_parallel_size", "dtype", "max_batch_size", "max_num_tokens", "load_format",
+     "revision", "model_kwargs", "gpus_per_node", "checkpoint_format", "enable_attention_dp",
+     "cuda_graph_config"}
 )  # fmt: skip
 """What an encoder can make use of; keys about decoding and KV caches in a shared file are left out."""
 
 
 def llm_arguments(config: EngineConfig, library: Library) -> dict[str, Any]:
-    """Keyword arguments for `LLM`. Raises `StartupError` naming the key and the release when one is not known."""
+    """Keyword arguments for `LLM`. Raises `StartupError` naming the key
+    and the release when one is not known."""
     args = _checked(config.args, library)
     args["model"] = config.model_path
     args["skip_tokenizer_init"] = _skip_tokenizer(config, args)
@@ -56,7 +59,10 @@ def encoder_arguments(config: EngineConfig, library: Library) -> dict[str, Any]:
     ignored = sorted(set(args) - _ENCODER_KEYS - {"backend"})
     if ignored:
         logger.info("An encoder has no use for the engine arguments %s", ", ".join(ignored))
-    return {"model": config.model_path, **{k: v for k, v in args.items() if k in _ENCODER_KEYS and v is not None}}
+    return {
+        "model": config.model_path,
+        **{k: v for k, v in args.items() if k in _ENCODER_KEYS and v is not None},
+    }
 
 
 def _checked(raw: Mapping[str, Any], library: Library) -> dict[str, Any]:
@@ -107,8 +113,8 @@ def _skip_tokenizer(config: EngineConfig, args: Mapping[str, Any]) -> bool:
 def needs_transceiver(role: Role) -> str:
     """What to say to a prefill or decode worker without a way for its KV caches."""
     return (
-        f"{a_role(role)} moves KV caches and needs cache_transceiver_config.backend in its engine configuration, the same on "
-        "prefill and decode, for instance NIXL"
+        f"{a_role(role)} moves KV caches and needs cache_transceiver_config.backend in its engine "
+        "configuration, the same on prefill and decode, for instance NIXL"
     )
 
 
@@ -122,7 +128,8 @@ def _require_transceiver(role: Role, args: Mapping[str, Any], library: Library) 
 
 
 def _fit_runtime(args: Mapping[str, Any], library: Library) -> None:
-    """The Python transceiver moves caches by NIXL only, so another backend means the C++ one where nothing was said."""
+    """The Python transceiver moves caches by NIXL only,
+    so another backend means the C++ one where nothing was said."""
     section, name = args.get("cache_transceiver_config"), "transceiver_runtime"
     known = nested_fields(library.argument_fields.get("cache_transceiver_config")) or ()
     backend = section.get("backend") if isinstance(section, dict) else None
@@ -130,15 +137,17 @@ def _fit_runtime(args: Mapping[str, Any], library: Library) -> None:
         return
     if section.get(name) == "PYTHON":
         raise StartupError(
-            f"cache_transceiver_config.backend {backend} needs transceiver_runtime: CPP beside it on TensorRT-LLM "
-            f"{library.version}, whose Python transceiver takes NIXL or DEFAULT only; set both alike on prefill and decode"
+            f"cache_transceiver_config.backend {backend} needs transceiver_runtime: CPP beside it on "
+            f"TensorRT-LLM {library.version}, whose Python transceiver takes NIXL or DEFAULT only; set "
+            "both alike on prefill and decode"
         )
     if section.get(name) is None:
         section[name] = "CPP"
 
 
 def _limit_waiting(section: dict[str, Any], library: Library) -> None:
-    """Where the release would keep a prefilled request's KV cache for ever if decode never came, an end is set."""
+    """Where the release would keep a prefilled request's KV cache
+    for ever if decode never came, an end is set."""
     field, name = library.argument_fields.get("cache_transceiver_config"), "kv_transfer_timeout_ms"
     if name in (nested_fields(field) or ()) and nested_default(field, name) is None:
         section.setdefault(name, KV_TRANSFER_TIMEOUT_MS)
@@ -148,7 +157,9 @@ def _disable_overlap(args: dict[str, Any], library: Library) -> None:
     """A context-only request gains nothing from the overlap scheduler, and 1.2.1 refuses it."""
     refused = library.record.behaviours["context_only with the overlap scheduler"][0] != "allowed"
     if not args.setdefault("disable_overlap_scheduler", True) and refused:
-        raise StartupError(f"a prefill worker on TensorRT-LLM {library.version} needs disable_overlap_scheduler: true")
+        raise StartupError(
+            f"a prefill worker on TensorRT-LLM {library.version} needs disable_overlap_scheduler: true"
+        )
 
 
 def _enable_events(args: dict[str, Any], library: Library) -> None:
@@ -157,7 +168,9 @@ def _enable_events(args: dict[str, Any], library: Library) -> None:
     cache = args.setdefault("kv_cache_config", {})
     if isinstance(cache, dict):
         if cache.get("enable_block_reuse") is False:
-            logger.warning("KV cache events need kv_cache_config.enable_block_reuse, which is off: none are published")
+            logger.warning(
+                "KV cache events need kv_cache_config.enable_block_reuse, which is off: none are published"
+            )
             return
         if not cache.get("event_buffer_max_size"):
             cache["event_buffer_max_size"] = EVENT_BUFFER_SIZE
@@ -166,4 +179,8 @@ def _enable_events(args: dict[str, Any], library: Library) -> None:
 def events_enabled(args: Mapping[str, Any]) -> bool:
     """True when an engine built with `args` reports KV cache events."""
     cache = args.get("kv_cache_config")
-    return isinstance(cache, dict) and bool(cache.get("event_buffer_max_size")) and cache.get("enable_block_reuse") is not False
+    return (
+        isinstance(cache, dict)
+        and bool(cache.get("event_buffer_max_size"))
+        and cache.get("enable_block_reuse") is not False
+    )

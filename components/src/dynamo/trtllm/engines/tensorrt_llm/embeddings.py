@@ -63,7 +63,9 @@ def special_tokens(extras: Mapping[str, Any], rows: int) -> tuple[list[int], lis
     they are not whole."""
     tokens = _integers(extras, TOKENS if TOKENS in extras else OLDER_TOKENS)
     if tokens is None:
-        raise ClientFault(f"embeddings for this model need the keys {TOKENS} and {OFFSETS} beside mm_embeddings")
+        raise ClientFault(
+            f"embeddings for this model need the keys {TOKENS} and {OFFSETS} beside mm_embeddings"
+        )
     offsets = _integers(extras, OFFSETS)
     if offsets is None:
         offsets = _places_beside(extras.get(OLDER_OFFSETS), rows, len(tokens))
@@ -71,10 +73,14 @@ def special_tokens(extras: Mapping[str, Any], rows: int) -> tuple[list[int], lis
         raise ClientFault(f"embeddings for this model need the key {OFFSETS} beside {TOKENS}")
     length = rows + len(tokens)
     if len(offsets) != len(tokens):
-        raise ClientFault(f"the embedding file has {len(tokens)} {TOKENS} and {len(offsets)} {OFFSETS}; there must be as many")
+        raise ClientFault(
+            f"the embedding file has {len(tokens)} {TOKENS} and {len(offsets)} {OFFSETS}; "
+            "there must be as many"
+        )
     if len(set(offsets)) != len(offsets) or not all(0 <= offset < length for offset in offsets):
         raise ClientFault(
-            f"{OFFSETS} must be different places from 0 to {length - 1}: {rows} rows and {len(tokens)} special tokens"
+            f"{OFFSETS} must be different places from 0 to {length - 1}: "
+            f"{rows} rows and {len(tokens)} special tokens"
         )
     return tokens, offsets
 
@@ -95,7 +101,9 @@ def _integers(extras: Mapping[str, Any], name: str) -> list[int] | None:
         return None
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
-    if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value):
+    if not isinstance(value, list) or not all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    ):
         raise ClientFault(f"{name} of the embedding file must be a list of integers from 0 up")
     return list(value)
 
@@ -109,9 +117,15 @@ def _places_beside(ranges: Any, rows: int, count: int) -> list[int] | None:
     if ranges is None:
         return None
     pairs = ranges if isinstance(ranges, Sequence) else ()
-    if all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) for n in pair) for pair in pairs):
+    if all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(n, int) for n in pair) for pair in pairs
+    ):
         held = list(chain.from_iterable(range(start, min(end, rows + count)) for start, end in pairs))
-        if len(held) == len(set(held)) == rows and min(held) >= 0 and all(end <= rows + count for _, end in pairs):
+        if (
+            len(held) == len(set(held)) == rows
+            and min(held) >= 0
+            and all(end <= rows + count for _, end in pairs)
+        ):
             return sorted(set(range(rows + count)) - set(held))
     raise ClientFault(
         f"{OLDER_OFFSETS} of the embedding file must be [start, end] pairs that hold its {rows} rows within "

@@ -33,7 +33,9 @@ CLOSE_S = 10.0
 class ImageEncoder:
     """Owns the thread and its event loop. `is_dead` tells what is known of the engine, without asking it."""
 
-    def __init__(self, encoder: Any, facts: ModelFacts, placeholder_id: int, at_once: int, is_dead: Callable[[], bool]) -> None:
+    def __init__(
+        self, encoder: Any, facts: ModelFacts, placeholder_id: int, at_once: int, is_dead: Callable[[], bool]
+    ) -> None:
         self._encoder = encoder
         self._facts = facts
         self._placeholder_id = placeholder_id
@@ -117,7 +119,11 @@ class ImageEncoder:
     def _inputs(self, image: DecodedImage) -> dict[str, Any]:
         before, after = self._facts.around
         prompt = f"{before}{self._facts.placeholder}{after}"
-        return {"prompt": prompt, "multi_modal_data": {"image": [image.image]}, "mm_processor_kwargs": dict(image.options)}
+        return {
+            "prompt": prompt,
+            "multi_modal_data": {"image": [image.image]},
+            "mm_processor_kwargs": dict(image.options),
+        }
 
     def _take(self, image: DecodedImage, output: Any) -> EncodedMedia:
         """Opens every handle of `output`, also when one of them turns out to be of no use."""
@@ -135,7 +141,9 @@ class ImageEncoder:
             if grid is None:
                 raise EngineFault("the encoder did not say how an image is laid out")
             extras["grid"] = list(grid)
-        return EncodedMedia("image", image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras)
+        return EncodedMedia(
+            "image", image.digest, {"features": features}, (self._placeholder_id,) * len(features), extras
+        )
 
 
 def _open_all(*groups: Sequence[Any]) -> list[list[torch.Tensor]]:

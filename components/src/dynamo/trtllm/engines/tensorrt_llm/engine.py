@@ -94,7 +94,9 @@ class TensorRTLLMEngine(Engine):
     def _start_encoder(self) -> EngineInfo:
         model, info = self._model, starting.describe_encoder(self._library, self._config, self._model)
         if not model.facts.encodes_apart or model.placeholder_id is None:
-            logger.warning("%s has no encoder of its own: this worker serves embedding files only", model.architecture)
+            logger.warning(
+                "%s has no encoder of its own: this worker serves embedding files only", model.architecture
+            )
             return info
         args = arguments.encoder_arguments(self._config, self._library)
         self._llm = starting.construct(self._library, self._library.multimodal_encoder, args)
@@ -110,7 +112,9 @@ class TensorRTLLMEngine(Engine):
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step | Tokens, None]:
         asked = self._submission
-        return self._streams.read(request, lambda: asked.submit(request, asked.room(request)), 0, fetches_cache=False)
+        return self._streams.read(
+            request, lambda: asked.submit(request, asked.room(request)), 0, fetches_cache=False
+        )
 
     def decode(
         self, request: EngineRequest, first: Step | None, state: EngineState

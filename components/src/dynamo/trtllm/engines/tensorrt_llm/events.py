@@ -1,7 +1,7 @@
 """KV cache events to Dynamo's publisher, and iteration statistics to gauges.
 
-The library's iterators end at their timeout and start again when asked again; before the first request they refuse or are
-empty. One consumer per engine is allowed. Both loops are tasks that the engine owns.
+The library's iterators end at their timeout and start again when asked again; before the first request they
+refuse or are empty. One consumer per engine is allowed. Both loops are tasks that the engine owns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class KvPublisher(Protocol):
 
 
 async def follow(read: Callable[..., Any], first_request: asyncio.Event, take: Callable[[Any], None]) -> None:
-    """Feed every item of the iterator that `read` (`get_stats_async`, `get_kv_cache_events_async`) gives to `take`, for ever."""
+    """Feed every item of the iterator that `read` (`get_stats_async`,
+    `get_kv_cache_events_async`) gives to `take`, for ever."""
     await first_request.wait()
     while True:
         started = time.monotonic()
@@ -106,7 +107,9 @@ class KvEvents:
             media.append(media_of(block))
         salts = {block.get("cache_salt") for block in blocks} if hashes else set()
         if len(salts) > 1:
-            logger.warning("Blocks of different cache salts came in one KV event: they are not told to the router")
+            logger.warning(
+                "Blocks of different cache salts came in one KV event: they are not told to the router"
+            )
         elif hashes:
             parent = data.get("parent_hash")
             publisher.publish_stored(
@@ -127,7 +130,8 @@ class KvEvents:
 
 
 def signed_hash(value: int | str) -> int:
-    """A block hash as a signed 64-bit number. Newer releases may use wider ones, as numbers or hexadecimal text."""
+    """A block hash as a signed 64-bit number.
+    Newer releases may use wider ones, as numbers or hexadecimal text."""
     number = int(value, 16) if isinstance(value, str) else int(value)
     if -(1 << 63) <= number < 1 << 63:
         return number
@@ -160,7 +164,8 @@ _ITERATION_MS = ("iterLatencyMS",)
 
 
 class Gauges:
-    """The latest iteration of each attention-DP rank: what Dynamo shows by rank stays apart, counts are added over the ranks."""
+    """The latest iteration of each attention-DP rank:
+    what Dynamo shows by rank stays apart, counts are added over the ranks."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Mapping[str, Any]] = {}
@@ -175,18 +180,28 @@ class Gauges:
         for rank, stats in self._ranks.items():
             for metric, path in _BY_RANK.items():
                 _put(found, metric.of(str(rank)), _number(stats, path))
-            used, total = (_number(stats, ("kvCacheStats", name)) for name in ("usedNumBlocks", "maxNumBlocks"))
+            used, total = (
+                _number(stats, ("kvCacheStats", name)) for name in ("usedNumBlocks", "maxNumBlocks")
+            )
             if used is not None and total:
                 found[metrics.CACHE_USAGE.of(str(rank))] = used / total
         for metric, path in _SUMMED.items():
-            values = [number for stats in self._ranks.values() if (number := _number(stats, path)) is not None]
+            values = [
+                number for stats in self._ranks.values() if (number := _number(stats, path)) is not None
+            ]
             _put(found, metric, sum(values) if values else None)
-        steps_ms = [number for stats in self._ranks.values() if (number := _number(stats, _ITERATION_MS)) is not None]
+        steps_ms = [
+            number for stats in self._ranks.values() if (number := _number(stats, _ITERATION_MS)) is not None
+        ]
         _put(found, metrics.ENGINE_ITERATION, max(steps_ms) / 1e3 if steps_ms else None)
         return found
 
 
-def _put(found: dict[metrics.Metric | metrics.Series, float], key: metrics.Metric | metrics.Series, value: float | None) -> None:
+def _put(
+    found: dict[metrics.Metric | metrics.Series, float],
+    key: metrics.Metric | metrics.Series,
+    value: float | None,
+) -> None:
     if value is not None:
         found[key] = value
 

@@ -25,8 +25,8 @@ LOOK_S = 0.25
 ASK_S = 2.0
 """How often the library is asked; a message within this machine."""
 ANSWER_S = 6.0
-"""An engine that neither answers nor makes a step for so long is as good as dead; so is an event loop that has
-not heard of the death by then."""
+"""An engine that neither answers nor makes a step for so long is as good as dead;
+so is an event loop that has not heard of the death by then."""
 
 
 class Health:

@@ -29,8 +29,8 @@ NO_TEXT = "embeddings need the rendered prompt beside its token ids, as Dynamo's
 class EngineInputs(NamedTuple):
     """What `generate_async` gets, and fields for the `DisaggregatedParams` beside it.
 
-    Handles point to `features`, a tensor of each image, and to `positions`, mRoPE ids and deltas of models that have them:
-    copies, since a handle shares memory, that live as long as the request.
+    Handles point to `features`, a tensor of each image, and to `positions`, mRoPE ids and deltas of models
+    that have them: copies, since a handle shares memory, that live as long as the request.
     """
 
     inputs: dict[str, Any]
@@ -54,7 +54,8 @@ class ModelInputs:
 
     @classmethod
     def of(cls, library: Library, llm: Any, model: ModelDescription, image: MediaInput | None) -> ModelInputs:
-        """What `llm`, started by `library`, takes: it is asked, where it can tell. `image` None: no images."""
+        """What `llm`, started by `library`, takes: it is asked, where it can tell.
+        `image` None: no images."""
         placeholder_id = image.placeholder_id if image is not None else None
         return cls(
             model=model,
@@ -75,11 +76,19 @@ class ModelInputs:
         images = [item for item in items if isinstance(item, DecodedImage)]
         encoded = [item for item in items if isinstance(item, EncodedMedia)]
         if images and encoded:
-            raise ClientFault("images and precomputed embeddings cannot be mixed in one request to this model")
+            raise ClientFault(
+                "images and precomputed embeddings cannot be mixed in one request to this model"
+            )
         if images:
             return self._images(prompt, images, uuids)
-        attached = self.model.facts.attaches_embeddings and all(embeddings.FROM_FILE in item.extras for item in encoded)
-        return self._by_handles(prompt, encoded) if self.takes_handles and not attached else self._attached(prompt, encoded)
+        attached = self.model.facts.attaches_embeddings and all(
+            embeddings.FROM_FILE in item.extras for item in encoded
+        )
+        return (
+            self._by_handles(prompt, encoded)
+            if self.takes_handles and not attached
+            else self._attached(prompt, encoded)
+        )
 
     def _images(self, prompt: Prompt, images: Sequence[DecodedImage], uuids: Sequence[str]) -> EngineInputs:
         inputs: dict[str, Any] = {"prompt_token_ids": self.unexpanded(prompt)}
@@ -90,7 +99,9 @@ class ModelInputs:
             inputs, special_tokens = self._text(prompt)
         # A None here fails the library's first look at the processor, and hashing stays off for the whole
         # process.
-        inputs.update(multi_modal_data={"image": [image.image for image in images]}, mm_processor_kwargs=options)
+        inputs.update(
+            multi_modal_data={"image": [image.image for image in images]}, mm_processor_kwargs=options
+        )
         if options:
             uuids = [image.digest for image in images]  # the library's own hash is that of the pixels alone
         if self.takes_uuids and len(uuids) == len(images):
@@ -121,7 +132,11 @@ class ModelInputs:
             fields["mrope_position_ids_handle"] = private.make_handle(ids)
             fields["mrope_position_deltas_handle"] = private.make_handle(deltas)
         return EngineInputs(
-            inputs=inputs, special_tokens=special_tokens, disaggregated=fields, features=features, positions=positions
+            inputs=inputs,
+            special_tokens=special_tokens,
+            disaggregated=fields,
+            features=features,
+            positions=positions,
         )
 
     def _text(self, prompt: Prompt) -> tuple[dict[str, Any], bool]:

@@ -1,7 +1,8 @@
 """The installed TensorRT-LLM, asked once at start what it can do.
 
-This is the only module that imports public parts of `tensorrt_llm` (`private` imports the others). Signatures are read from the
-library itself, so a release that the record does not know is judged by what it says, not by its number.
+This is the only module that imports public parts of `tensorrt_llm` (`private` imports the others).
+Signatures are read from the library itself, so a release that the record does not know is judged by what
+it says, not by its number.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def load_library() -> Library:
             raise StartupError(EngineKind.TENSORRT_LLM.missing) from error
         raise StartupError(f"TensorRT-LLM is installed but its dependency {error.name} is missing") from error
     except (ImportError, OSError) as error:
-        raise StartupError(f"TensorRT-LLM is installed but cannot be imported: {_first_line(error)}") from error
+        raise StartupError(
+            f"TensorRT-LLM is installed but cannot be imported: {_first_line(error)}"
+        ) from error
     api = import_module("tensorrt_llm.llmapi")
     version = str(getattr(root, "__version__", "of unknown version"))
     disaggregated = api.DisaggregatedParams
@@ -74,7 +77,8 @@ def load_library() -> Library:
         disaggregated_fields=fields,
         has_preprocess=callable(getattr(llm, "preprocess", None)),
         multimodal_encoder=getattr(api, "MultimodalEncoder", None),
-        scheduling_params=getattr(api, "SchedulingParams", None) or _find("tensorrt_llm.scheduling_params", "SchedulingParams"),
+        scheduling_params=getattr(api, "SchedulingParams", None)
+        or _find("tensorrt_llm.scheduling_params", "SchedulingParams"),
         logprob=_find("tensorrt_llm.executor.result", "Logprob"),
         next_request_id=_request_ids() if "disagg_request_id" in fields else None,
         prompt_keys=_prompt_keys(),
@@ -97,7 +101,9 @@ def _argument_fields() -> Mapping[str, Any]:
         fields = getattr(_find("tensorrt_llm.llmapi.llm_args", name), "model_fields", None)
         if isinstance(fields, Mapping) and fields:
             return fields
-    raise StartupError("this TensorRT-LLM release does not say which engine arguments it takes; install 1.2.1 or 1.3.0rc29")
+    raise StartupError(
+        "this TensorRT-LLM release does not say which engine arguments it takes; install 1.2.1 or 1.3.0rc29"
+    )
 
 
 def nested_default(field: Any, name: str) -> Any:

@@ -24,7 +24,8 @@ class ModelDescription:
 
 
 def describe_model(path: str) -> ModelDescription:
-    """Reads `config.json` and `tokenizer.json` of a directory or of a model that the Hugging Face cache holds."""
+    """Reads `config.json` and `tokenizer.json` of a directory or of a model
+    that the Hugging Face cache holds."""
     config = read_model_json(path)
     architectures = architectures_of(config)
     facts = find_model_facts(architectures)
@@ -34,7 +35,8 @@ def describe_model(path: str) -> ModelDescription:
         architecture=architectures[0] if architectures else None,
         placeholder_id=_placeholder_id(path, config, facts),
         hidden_size=_integer(text, "hidden_size") or _integer(config, "hidden_size"),
-        max_positions=_integer(text, "max_position_embeddings") or _integer(config, "max_position_embeddings"),
+        max_positions=_integer(text, "max_position_embeddings")
+        or _integer(config, "max_position_embeddings"),
         row_pixels=_row_pixels(config.get("vision_config")),
     )
 

@@ -1,8 +1,9 @@
-"""Three-dimensional positions (time, height, width) of Qwen's vision models, for a prompt whose images were encoded elsewhere.
+"""Three-dimensional positions (time, height, width) of Qwen's vision models,
+for a prompt whose images were encoded elsewhere.
 
-Formula: text advances all three by one; an image of merged grid (t, h, w) that starts at position p occupies p + its own
-coordinates, and the text after it goes on at one more than the largest position so far. Source: the models' published
-`get_rope_index`, against which a test compares.
+Formula: text advances all three by one; an image of merged grid (t, h, w) that starts at position p occupies
+p + its own coordinates, and the text after it goes on at one more than the largest position so far. Source:
+the models' published `get_rope_index`, against which a test compares.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Grid = tuple[int, int, int]
 def positions(length: int, images: Sequence[tuple[int, Grid]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of an expanded prompt of `length` tokens with `images` as (start, merged grid), in order.
 
-    Returns int64 `[3, 1, length]`, and int32 `[1, 1]`: what to add to a later token's index to get its position. The library
-    copies the latter into an int32 cache and takes no other kind.
+    Returns int64 `[3, 1, length]`, and int32 `[1, 1]`: what to add to a later token's index to get its
+    position. The library copies the latter into an int32 cache and takes no other kind.
     """
     import torch
 
@@ -41,9 +42,11 @@ def positions(length: int, images: Sequence[tuple[int, Grid]]) -> tuple[torch.Te
 
 
 def grid_of(position_ids: torch.Tensor, tokens: int) -> Grid | None:
-    """The merged grid of the one image in a prompt, from its positions `[3, 1, length]`; None when they show no such image.
+    """The merged grid of the one image in a prompt, from its positions `[3,
+    1, length]`; None when they show no such image.
 
-    The encoder tells positions, not grids: an image's coordinates are the only ones that repeat along an axis.
+    The encoder tells positions, not grids:
+    an image's coordinates are the only ones that repeat along an axis.
     """
     flat = position_ids.reshape(3, -1)
     for start in range(flat.shape[1] - tokens + 1):
@@ -60,8 +63,9 @@ def grid_of(position_ids: torch.Tensor, tokens: int) -> Grid | None:
 def grid_of_picture(width: int, height: int, tokens: int) -> Grid:
     """The merged grid of a picture that became `tokens` rows.
 
-    Qwen's processors keep the ratio of its sides as far as whole cells allow, so of all grids of so many cells it is the one
-    whose ratio is nearest. Source: `smart_resize` of the models' published image processors.
+    Qwen's processors keep the ratio of its sides as far as whole cells allow, so of all grids of
+    so many cells it is the one whose ratio is nearest. Source: `smart_resize` of the models'
+    published image processors.
     """
     pairs = [(rows, tokens // rows) for rows in range(1, tokens + 1) if tokens % rows == 0]
     wanted = math.log(height / width)

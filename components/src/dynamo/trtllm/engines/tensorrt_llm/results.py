@@ -58,14 +58,17 @@ class Reader:
         """True until the first step, which says what the prompt counts; of a handed-over request prefill's
         does."""
         self.ids_suffice = False
-        """True: of a step that is not the last, the new token ids are all there is to pass on. The first step always is read."""
+        """True: of a step that is not the last, the new token ids are all there is to pass on.
+        The first step always is read."""
         self.progress = Progress.SUBMITTED
 
     def read(self, output: Any, sent: int) -> Step | None:
         """The step since `sent` tokens; None when it brought nothing to pass on."""
         self.progress, self.ids_suffice = Progress.RUNNING, self._asks_for_ids_alone
         if self._late_stops:
-            cut = sampling.find_stop(output.token_ids, sent, self._late_stops, self._request.sampling.min_tokens)
+            cut = sampling.find_stop(
+                output.token_ids, sent, self._late_stops, self._request.sampling.min_tokens
+            )
             if cut is not None:
                 return self._stopped(output, sent, cut)
         if output.finish_reason is not None:
@@ -111,7 +114,9 @@ class Reader:
         return Usage(len(prompt), completion_tokens, cached_tokens(result))
 
 
-def first_step(request: EngineRequest, output: Any, token_ids: list[int], prompt_tokens: int, room: int, params: Any) -> Step:
+def first_step(
+    request: EngineRequest, output: Any, token_ids: list[int], prompt_tokens: int, room: int, params: Any
+) -> Step:
     """The first token, and whether it ends the request: the context stage itself always stops after one
     token."""
     options = request.sampling
@@ -125,7 +130,9 @@ def first_step(request: EngineRequest, output: Any, token_ids: list[int], prompt
         return Step((), None, *ended, Usage(prompt_tokens, 0))
     rows = None
     if options.logprobs is not None:
-        rows = sampling.step_logprobs(token_ids, output.logprobs or handoff.first_logprobs(params), options.logprobs)
+        rows = sampling.step_logprobs(
+            token_ids, output.logprobs or handoff.first_logprobs(params), options.logprobs
+        )
     if room <= len(token_ids):
         return Step(token_ids, rows, "length", None, Usage(prompt_tokens, len(token_ids)))
     return Step(token_ids, rows)
@@ -147,7 +154,9 @@ def drop_positions(params: Any, submitted: Submitted) -> None:
         handoff.discard(params)
 
 
-def positions_of_pictures(request: EngineRequest, prompt_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def positions_of_pictures(
+    request: EngineRequest, prompt_ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """mRoPE positions of an expanded prompt whose pictures the engine encoded itself, from the pictures'
     sizes.
 

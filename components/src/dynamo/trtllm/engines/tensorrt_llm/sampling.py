@@ -16,14 +16,20 @@ from dynamo.trtllm.errors import ClientFault, EngineFault
 
 _SAME_NAME = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_END_ID = -1
-"""No token ends the answer: what the library itself makes of `ignore_eos`, which would drop the request's stop tokens as well.
-It has to be said in any case, since the library without a tokenizer refuses None."""
+"""No token ends the answer: what the library itself makes of `ignore_eos`, which would drop the request's
+stop tokens as well. It has to be said in any case, since the library without a tokenizer refuses None."""
 
 
 def build_sampling_params(
-    library: Library, sampling: Sampling, max_tokens: int, *, guided_backend: bool, special_tokens: bool = True
+    library: Library,
+    sampling: Sampling,
+    max_tokens: int,
+    *,
+    guided_backend: bool,
+    special_tokens: bool = True,
 ) -> Any:
-    """A fresh `SamplingParams`. `special_tokens=False` keeps the library from adding a second BOS to a rendered prompt.
+    """A fresh `SamplingParams`. `special_tokens=False` keeps the library
+    from adding a second BOS to a rendered prompt.
 
     Raises `ClientFault` for options that this engine cannot honour.
     """
@@ -77,7 +83,8 @@ def end_ids(sampling: Sampling) -> tuple[int, list[int]]:
 
 
 def late_stop_ids(sampling: Sampling) -> frozenset[int]:
-    """Stop tokens that the adapter looks for itself: the library keeps `min_tokens` for its one end id only."""
+    """Stop tokens that the adapter looks for itself:
+    the library keeps `min_tokens` for its one end id only."""
     return frozenset(end_ids(sampling)[1]) if sampling.min_tokens else frozenset()
 
 
@@ -87,7 +94,8 @@ def find_stop(token_ids: Sequence[int], start: int, stops: frozenset[int], min_t
 
 
 def end_at(token_id: int, index: int, sampling: Sampling) -> tuple[FinishReason, int | None] | None:
-    """How a token at `index` of the output ends the request, if it does: the library itself lets the length win."""
+    """How a token at `index` of the output ends the request, if it does:
+    the library itself lets the length win."""
     if index < sampling.min_tokens:
         return None
     if token_id in sampling.stop_token_ids:
@@ -99,7 +107,9 @@ def _guided(library: Library, guided: GuidedDecoding) -> Any:
     if guided.choice is not None:
         return library.guided_decoding_params(regex="(" + "|".join(re.escape(c) for c in guided.choice) + ")")
     if guided.json is not None:
-        return library.guided_decoding_params(json=guided.json if isinstance(guided.json, str) else json.dumps(guided.json))
+        return library.guided_decoding_params(
+            json=guided.json if isinstance(guided.json, str) else json.dumps(guided.json)
+        )
     if guided.structural_tag is not None:
         tag = guided.structural_tag
         return library.guided_decoding_params(structural_tag=tag if isinstance(tag, str) else json.dumps(tag))
@@ -113,7 +123,9 @@ def _guided(library: Library, guided: GuidedDecoding) -> Any:
 def finish_of(reason: str, stop_reason: Any, sampling: Sampling) -> tuple[FinishReason, int | str | None]:
     """The port's finish reason and the stop reason to report beside it."""
     if reason == "stop":
-        if stop_reason is None or (stop_reason in sampling.eos_token_ids and stop_reason not in sampling.stop_token_ids):
+        if stop_reason is None or (
+            stop_reason in sampling.eos_token_ids and stop_reason not in sampling.stop_token_ids
+        ):
             return "eos", None
         return "stop", stop_reason
     if reason == "length":

@@ -30,8 +30,8 @@ def require_servable(config: EngineConfig, model: ModelDescription) -> None:
         return
     if not facts.encodes_apart and not facts.attaches_embeddings:
         raise StartupError(
-            f"TensorRT-LLM cannot encode images of {name or 'this model'} in a worker of their own: leave the encode worker "
-            "out, prefill and aggregated workers encode them"
+            f"TensorRT-LLM cannot encode images of {name or 'this model'} in a worker of their own: "
+            "leave the encode worker out, prefill and aggregated workers encode them"
         )
     if facts.encodes_apart and not private.handles_supported():
         raise StartupError(

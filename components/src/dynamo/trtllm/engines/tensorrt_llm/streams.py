@@ -13,6 +13,9 @@ from dynamo.trtllm.errors import EngineFault, WorkerError
 
 logger = logging.getLogger(__name__)
 
+Submit = Callable[[], Awaitable[Submitted]]
+"""Hands the request to the library, once there is room for it."""
+
 
 class Streams:
     """The streams of one engine. They share its vitals and nothing else."""
@@ -21,12 +24,12 @@ class Streams:
         self._vitals = vitals
 
     async def read(
-        self, request: EngineRequest, submit: Callable[[], Awaitable[Submitted]], sent: int, *, fetches_cache: bool
+        self, request: EngineRequest, submit: Submit, sent: int, *, fetches_cache: bool
     ) -> AsyncGenerator[Step | Tokens, None]:
         """Submit the request and yield its output, of which the client has `sent` tokens already.
 
-        With `fetches_cache` the engine first fetches the request's KV cache from prefill's, which an abort must not interrupt.
-        Every output token passes this loop: no work in it that is not needed for each.
+        With `fetches_cache` the engine first fetches the request's KV cache from prefill's, which an abort
+        must not interrupt. Every output token passes this loop: no work in it that is not needed for each.
         """
         vitals = self._vitals
         watch = vitals.watch
@@ -71,8 +74,8 @@ class Streams:
     def fetch_and_forget(
         self, request: EngineRequest, state: EngineState, submit: Callable[[], Awaitable[Submitted]]
     ) -> None:
-        """Prefill's engine holds a request's KV cache until decode's has fetched it, or for a minute: so it is fetched, for
-        nobody. Does not wait; releases `state`."""
+        """Prefill's engine holds a request's KV cache until decode's has fetched it, or for a minute:
+        so it is fetched, for nobody. Does not wait; releases `state`."""
 
         async def fetch() -> None:
             try:

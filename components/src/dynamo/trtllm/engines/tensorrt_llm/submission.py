@@ -94,7 +94,9 @@ class Submission:
         return Submitted(result, disaggregated, kept, built.positions, expanded=bool(prompt.media))
 
     def _with_handles(self, disaggregated: Any, built: EngineInputs) -> Any:
-        disaggregated = disaggregated or self.library.disaggregated_params(request_type="context_and_generation")
+        disaggregated = disaggregated or self.library.disaggregated_params(
+            request_type="context_and_generation"
+        )
         for name, value in (built.disaggregated or {}).items():
             setattr(disaggregated, name, value)
         return disaggregated
@@ -102,7 +104,9 @@ class Submission:
     async def _preprocess(self, source: Any, params: Any, disaggregated: Any) -> Any:
         """Image processing, which takes tens of milliseconds, off the event loop."""
         working = asyncio.ensure_future(
-            asyncio.to_thread(self.llm.preprocess, source, sampling_params=params, disaggregated_params=disaggregated)
+            asyncio.to_thread(
+                self.llm.preprocess, source, sampling_params=params, disaggregated_params=disaggregated
+            )
         )
         try:
             return await asyncio.shield(working)
@@ -114,7 +118,9 @@ class Submission:
         logger.info("The engine refused request %s: %s: %s", request.request_id, type(error).__name__, error)
         items = [media.item for media in request.prompt.media]
         encoded = bool(items) and all(isinstance(item, EncodedMedia) for item in items)
-        return await self.death(error) or faults.refused(error, self.library.request_error, len(items), encoded)
+        return await self.death(error) or faults.refused(
+            error, self.library.request_error, len(items), encoded
+        )
 
     def _check_expanded(self, result: Any, prompt: Prompt) -> None:
         """Only the library knows how far images expand, and it does once it has the request."""
@@ -136,7 +142,9 @@ class Submission:
             options["priority"] = min(1.0, max(0.0, request.priority))
         scheduling = self.library.scheduling_params
         if request.dp_rank is not None and self.info.data_parallel_size > 1 and scheduling is not None:
-            options["scheduling_params"] = scheduling(attention_dp_rank=request.dp_rank, attention_dp_relax=False)
+            options["scheduling_params"] = scheduling(
+                attention_dp_rank=request.dp_rank, attention_dp_relax=False
+            )
         return options
 
 

@@ -1,4 +1,5 @@
-"""Whether a started engine lives, who is told when it does not, and the tasks that run beside its requests."""
+"""Whether a started engine lives, who is told when it does not,
+and the tasks that run beside its requests."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from dynamo.trtllm.errors import EngineDead, EngineFault, WorkerError
 logger = logging.getLogger(__name__)
 
 _CANCEL_AGAIN_S = 0.5
-"""The library's iterators wait with `asyncio.wait_for`, which before Python 3.12 can swallow a cancellation."""
+"""The library's iterators wait with `asyncio.wait_for`,
+which before Python 3.12 can swallow a cancellation."""
 
 
 class Vitals:
@@ -60,7 +62,8 @@ class Vitals:
         self.watch.end(EngineDead("the engine died"))
 
     async def death_behind(self, error: BaseException) -> WorkerError | None:
-        """`EngineDead` if the library says that its engine is, after `error`. The known refusals are not worth a question."""
+        """`EngineDead` if the library says that its engine is, after `error`.
+        The known refusals are not worth a question."""
         assert self._health is not None
         known = isinstance(error, (ValueError, TypeError, NotImplementedError)) or self.is_one_requests(error)
         if self.cause_of_death() is None and (known or await self._health.lives()):

@@ -1,8 +1,8 @@
 """Requests in flight and the engine's pulse: finds a dead or stuck engine and ends those who wait for it.
 
-After a fatal error TensorRT-LLM raises it in whichever request steps next and may leave the others waiting for ever, and
-there is no public way to ask whether the engine lives. So the adapter watches: requests in flight and no step of any of them
-for `stall_s` means a stuck engine.
+After a fatal error TensorRT-LLM raises it in whichever request steps next and may leave the others waiting
+for ever, and there is no public way to ask whether the engine lives. So the adapter watches: requests in
+flight and no step of any of them for `stall_s` means a stuck engine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dynamo.trtllm.errors import EngineDead, WorkerError
 class Flight:
     """One request that the engine works on, for the task that began to read it; a context manager.
 
-    `waiting` says that the request waits for the engine. Looking up the task of each step would cost more than the step itself,
-    so a stream that changes tasks (pull) is ended by the process's exit instead.
+    `waiting` says that the request waits for the engine. Looking up the task of each step would cost more
+    than the step itself, so a stream that changes tasks (pull) is ended by the process's exit instead.
     """
 
     __slots__ = ("_flights", "ended_by", "task", "waiting")
@@ -33,7 +33,9 @@ class Flight:
         self._flights.add(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """A wait that the watch ended turns into the reason, as if the engine had raised it."""
         self._flights.discard(self)
         if self.ended_by is not None and isinstance(error, asyncio.CancelledError):
@@ -61,7 +63,8 @@ class Watch:
             raise type(self._over)(self._over.message) from self._over
 
     def flight(self) -> Flight:
-        """Registers a request while the returned context is open. Raises what ended the engine, if anything has."""
+        """Registers a request while the returned context is open.
+        Raises what ended the engine, if anything has."""
         self.require_alive()
         self.steps += 1
         return Flight(self._flights)

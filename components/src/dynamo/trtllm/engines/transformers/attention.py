@@ -1,8 +1,9 @@
 """The attention of the text model, registered with Transformers under `ATTENTION_NAME`.
 
-One query per row is the hot path: the query heads that share a K/V head are folded into the query dimension, so that the cached
-keys and values are read where they lie instead of being repeated per head. Longer queries go to PyTorch's fused attention.
-Registering no mask function makes the model take the masks of `cache` as they are.
+One query per row is the hot path: the query heads that share a K/V head are folded into the query
+dimension, so that the cached keys and values are read where they lie instead of being repeated per head.
+Longer queries go to PyTorch's fused attention. Registering no mask function makes the model take the
+masks of `cache` as they are.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` [rows, heads, n, d] over `key` and `value` [rows, kv_heads, tokens, d].
 
-    `attention_mask` is additive, [rows or 1, 1, n, tokens]; None means: one query sees all tokens, more queries are causal from
-    the first token on. Returns [rows, n, heads, value_d]. Raises `NotImplementedError` for attention sinks and position biases.
+    `attention_mask` is additive, [rows or 1, 1, n, tokens]; None means: one query sees all tokens, more
+    queries are causal from the first token on. Returns [rows, n, heads, value_d]. Raises
+    `NotImplementedError` for attention sinks and position biases.
     """
     if unused.get("s_aux") is not None or unused.get("position_bias") is not None:
         raise NotImplementedError("attention sinks and position biases")
@@ -42,18 +44,31 @@ def grouped_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous(), None
 
 
 def _by_hand(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     rows, heads, n, dim = query.shape
     groups = heads // key.shape[1]
     if mask is None and n > 1:
-        mask = torch.full((n, n), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device).triu_(1)
+        mask = torch.full((n, n), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device).triu_(
+            1
+        )
     if mask is not None and n > 1:
         mask = mask.repeat(1, 1, groups, 1) if mask.dim() == 4 else mask.repeat(groups, 1)
     weights = torch.matmul(query.mul(scale).reshape(rows, -1, groups * n, dim), key.transpose(2, 3))

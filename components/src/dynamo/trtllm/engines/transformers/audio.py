@@ -1,7 +1,8 @@
-"""Sounds: from samples to features in batches, by the audio tower of Qwen2-Audio, and how many tokens a sound takes.
+"""Sounds: from samples to features in batches, by the audio tower of Qwen2-Audio,
+and how many tokens a sound takes.
 
-The samples were resampled before (`multimodal.kinds.audio`). As in `encoder.py`, `preprocess` and `tokens_of` may run in
-any thread and touch no weights; `encode` belongs to the engine's thread.
+The samples were resampled before (`multimodal.kinds.audio`). As in `encoder.py`, `preprocess` and `tokens_of`
+may run in any thread and touch no weights; `encode` belongs to the engine's thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class AudioEncoder:
         made = (self._extractor.feature_size, audio.positions(self._extractor.nb_max_frames))
         if made != (config.num_mel_bins, config.max_source_positions):
             raise unsupported(
-                loaded.architecture, "its feature extractor makes other spectrograms than its audio encoder takes"
+                loaded.architecture,
+                "its feature extractor makes other spectrograms than its audio encoder takes",
             )
 
     def input(self, context_length: int) -> MediaInput:
@@ -46,16 +48,21 @@ class AudioEncoder:
     def preprocess(self, item: DecodedMedia) -> PixelInputs:
         """The spectrogram, filled up with silence to the length that the model takes.
 
-        Raises `ClientFault` for a sound too short to be heard, and `LimitFault` for one of which the end would be lost.
+        Raises `ClientFault` for a sound too short to be heard,
+        and `LimitFault` for one of which the end would be lost.
         """
         if not isinstance(item, DecodedAudio):
             raise ClientFault(f"this model takes no {item.kind}")
         rows = self._rows_of(len(item.samples))
         if rows < 1:
-            raise ClientFault(f"the sound is too short: this model hears sounds from {self._shortest_s():.3f} s on")
+            raise ClientFault(
+                f"the sound is too short: this model hears sounds from {self._shortest_s():.3f} s on"
+            )
         if len(item.samples) > self._extractor.n_samples:
             longest_s = self._extractor.n_samples / self._extractor.sampling_rate
-            raise LimitFault(f"the sound takes {item.duration_s:.1f} s; this model hears at most {longest_s:g} s")
+            raise LimitFault(
+                f"the sound takes {item.duration_s:.1f} s; this model hears at most {longest_s:g} s"
+            )
         output = self._extractor(
             [item.samples],
             sampling_rate=item.rate,
@@ -76,19 +83,25 @@ class AudioEncoder:
         levels = self._projector(hidden)
         return [
             EncodedMedia(
-                "audio", sound.digest, {"features": rows[: len(sound.token_ids)].contiguous()}, sound.token_ids
+                "audio",
+                sound.digest,
+                {"features": rows[: len(sound.token_ids)].contiguous()},
+                sound.token_ids,
             )
             for sound, rows in zip(sounds, levels, strict=True)
         ]
 
     def _mask(self, frames: torch.Tensor) -> Any:
-        """Hides the silence that spectrograms were filled up with, as `Qwen2AudioModel.forward` does (Transformers 5.24)."""
+        """Hides the silence that spectrograms were filled up with,
+        as `Qwen2AudioModel.forward` does (Transformers 5.24)."""
         device, config = self._loaded.device, self._tower.config
         heard = torch.tensor([self._audio.positions(count) for count in frames.tolist()], device=device)
         positions = torch.arange(config.max_source_positions, device=device)
         return create_bidirectional_mask(
             config=config,
-            inputs_embeds=torch.zeros(len(frames), len(positions), 1, dtype=self._loaded.dtype, device=device),
+            inputs_embeds=torch.zeros(
+                len(frames), len(positions), 1, dtype=self._loaded.dtype, device=device
+            ),
             attention_mask=(positions < heard[:, None]).long(),
         )
 

@@ -84,7 +84,9 @@ class EagerBatch:
         if self._all_argmax:
             tokens = logits.argmax(-1)
         else:
-            tokens, logprobs, failed = sample_apart(logits, [s.choice for s in running], [s.output for s in running])
+            tokens, logprobs, failed = sample_apart(
+                logits, [s.choice for s in running], [s.output for s in running]
+            )
         self._tokens[:rows, 0] = tokens
         return [
             Chosen(sequence, token, None if logprobs is None else logprobs[row], failed.get(row))

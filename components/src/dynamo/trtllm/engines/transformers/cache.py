@@ -1,7 +1,8 @@
 """Keys and values: of prompts while they are computed, and of the running requests in one batch.
 
-Both caches speak the part of Transformers' cache interface that a decoder calls (`update`, `get_seq_length`). They know tokens,
-columns and layers, nothing about requests. Masks are additive: 0 where a key may be seen, the dtype's minimum where not.
+Both caches speak the part of Transformers' cache interface that a decoder calls (`update`, `get_seq_length`).
+They know tokens, columns and layers, nothing about requests. Masks are additive: 0 where a key may be seen,
+the dtype's minimum where not.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ class CacheShape:
         return torch.finfo(self.dtype).min
 
     def empty(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeroed keys and values, [layers, rows, kv_heads, columns, dim]: a masked NaN would still spoil a sum."""
+        """Zeroed keys and values, [layers, rows, kv_heads, columns, dim]:
+        a masked NaN would still spoil a sum."""
         shape = (self.layers, rows, self.kv_heads, columns)
         options: Any = {"dtype": self.dtype, "device": self.device}
         return torch.zeros(*shape, self.key_dim, **options), torch.zeros(*shape, self.value_dim, **options)
 
 
 class PromptCache:
-    """Keys and values of prompts under computation, one row each, filled from the left: [layers, rows, kv_heads, tokens, dim]."""
+    """Keys and values of prompts under computation, one row each, filled from the left:
+    [layers, rows, kv_heads, tokens, dim]."""
 
     def __init__(self, shape: CacheShape, rows: int, tokens: int) -> None:
         self.shape = shape
@@ -65,10 +68,14 @@ class PromptCache:
     def get_seq_length(self, layer: int = 0) -> int:
         return self.filled
 
-    def masks(self, queries: int, blocks: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Masks for the next `queries` tokens of every row, for full and for sliding layers; None where causal attention is all.
+    def masks(
+        self, queries: int, blocks: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Masks for the next `queries` tokens of every row, for full and for sliding layers;
+        None where causal attention is all.
 
-        `blocks` [rows, tokens] numbers the tokens that see one another in both directions (images of some models), -1 for none.
+        `blocks` [rows, tokens] numbers the tokens that see one another in both
+        directions (images of some models), -1 for none.
         """
         total, window = self.filled + queries, self.shape.window
         causal = self.filled == 0 and blocks is None
@@ -95,10 +102,12 @@ class PromptCache:
 
 
 class BatchCache:
-    """Keys and values of the running requests, a row each, right-aligned at one column that all rows write next.
+    """Keys and values of the running requests, a row each,
+    right-aligned at one column that all rows write next.
 
-    A shared column makes the write of a step one slice per layer, and a sliding layer's window one slice of columns. Requests of
-    different length differ in their first column only, which the mask hides. Storage grows and is compacted, never shrunk.
+    A shared column makes the write of a step one slice per layer, and a sliding layer's window one slice of
+    columns. Requests of different length differ in their first column only, which the mask hides. Storage
+    grows and is compacted, never shrunk.
     """
 
     def __init__(self, shape: CacheShape, max_rows: int) -> None:
@@ -112,7 +121,9 @@ class BatchCache:
 
     def _allocate(self, rows: int, columns: int) -> None:
         self.keys, self.values = self.shape.empty(rows, columns)
-        self.mask = torch.full((rows, columns), self.shape.lowest, dtype=self.shape.dtype, device=self.shape.device)
+        self.mask = torch.full(
+            (rows, columns), self.shape.lowest, dtype=self.shape.dtype, device=self.shape.device
+        )
         self._layer_keys, self._layer_values = list(self.keys), list(self.values)
 
     @property
@@ -124,7 +135,8 @@ class BatchCache:
         return self._column - self._first[row]
 
     def join(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Copy a request's [layers, kv_heads, tokens, dim] into a new row; returns its index, always the last one."""
+        """Copy a request's [layers, kv_heads, tokens, dim] into a new row;
+        returns its index, always the last one."""
         tokens = keys.shape[2]
         self._reserve(self.rows + 1, tokens)
         row, first = self.rows, self._column - tokens
@@ -151,7 +163,8 @@ class BatchCache:
             self._column = 0
 
     def begin_step(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Open the next column for all rows; returns the masks [rows, 1, 1, tokens] for full and for sliding layers."""
+        """Open the next column for all rows; returns the masks [rows, 1, 1,
+        tokens] for full and for sliding layers."""
         self._reserve(self.rows, 0)
         self.mask[:, self._column] = 0
         self._end = self._column + 1
@@ -182,16 +195,23 @@ class BatchCache:
         self._column += 1
 
     def _reserve(self, rows: int, tokens: int) -> None:
-        """Room for `rows` rows, with at least `tokens` columns before the write column and one free column at it."""
+        """Room for `rows` rows, with at least `tokens` columns before
+        the write column and one free column at it."""
         columns, column = self.keys.shape[3], self._column
         if rows <= self.row_capacity and tokens <= column < columns:
             return
         low, count = min(self._first, default=column), self.rows
         target = -(-max(column - low, tokens, 1) // _COLUMN_STEP) * _COLUMN_STEP
-        used = (self.keys[:, :count, :, low:column], self.values[:, :count, :, low:column], self.mask[:count, low:column])
+        used = (
+            self.keys[:, :count, :, low:column],
+            self.values[:, :count, :, low:column],
+            self.mask[:count, low:column],
+        )
         if rows > self.row_capacity or target >= columns:
             more = columns if target < columns else max(target + _COLUMN_STEP, columns + columns // 4)
-            self._allocate(max(self.row_capacity, min(-(-rows // _ROW_STEP) * _ROW_STEP, self._max_rows), rows), more)
+            self._allocate(
+                max(self.row_capacity, min(-(-rows // _ROW_STEP) * _ROW_STEP, self._max_rows), rows), more
+            )
         else:
             used = (used[0].clone(), used[1].clone(), used[2].clone())
             self.mask.fill_(self.shape.lowest)

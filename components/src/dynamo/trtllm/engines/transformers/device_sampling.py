@@ -76,7 +76,9 @@ def choose(logits: torch.Tensor, table: RowTable, kind: Kind) -> tuple[torch.Ten
     return tokens, torch.cat([shown, _logprobs(logits, tokens, kind.width)], 1)
 
 
-def read(result: Items[Items[float]], choices: Items[Choice], kind: Kind) -> list[tuple[int, StepLogprobs | None]]:
+def read(
+    result: Items[Items[float]], choices: Items[Choice], kind: Kind
+) -> list[tuple[int, StepLogprobs | None]]:
     """The rows of a result as tokens and log probabilities."""
     read = []
     for row, choice in zip(result, choices, strict=False):

@@ -1,4 +1,5 @@
-"""The portable engine's adapter: checks requests on the event loop, and waits there for what the engine's thread computes."""
+"""The portable engine's adapter: checks requests on the event loop,
+and waits there for what the engine's thread computes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from dynamo.trtllm.stages import waited_for_the_engine
 
 
 class TransformersEngine(Engine):
-    """See the package. Requests share the worker's thread and the pool that prepares media; all else is per request."""
+    """See the package. Requests share the worker's thread and the pool that prepares media;
+    all else is per request."""
 
     forks = True
 
@@ -126,7 +128,8 @@ class TransformersEngine(Engine):
     def decode(
         self, request: EngineRequest, first: Step | None, state: EngineState
     ) -> AsyncGenerator[Step, None]:
-        """See the port. `state` is read at the first step; release it when a step has come, or when the stream has ended."""
+        """See the port. `state` is read at the first step;
+        release it when a step has come, or when the stream has ended."""
         return self._stream(request, lambda: self._require_intake().continued(request, first, state))
 
     def media_tokens(self, shape: MediaShape, options: Mapping[str, Any]) -> int | None:
@@ -169,7 +172,9 @@ class TransformersEngine(Engine):
         if self._worker is not None:
             await self._worker.stop()
 
-    async def _stream(self, request: EngineRequest, prepare: Callable[[], EngineSequence]) -> AsyncGenerator[Step, None]:
+    async def _stream(
+        self, request: EngineRequest, prepare: Callable[[], EngineSequence]
+    ) -> AsyncGenerator[Step, None]:
         """Steps of the sequence that `prepare` makes. One generator deep: this is run for every token."""
         worker, sequence = self._require_worker(), prepare()
         sink, ended = sequence.sink, False

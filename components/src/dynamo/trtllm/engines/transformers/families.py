@@ -1,8 +1,8 @@
 """The multimodal models that the portable engine serves: one row for each family.
 
-A row says what the chat template writes for an image, a video or a sound, what that becomes in the prompt, and
-what the text model needs beside the features. A family is added with a row here and a tiny model in the tests
-that proves it against `generate`.
+A row says what the chat template writes for an image, a video or a sound, what that becomes in the prompt,
+and what the text model needs beside the features. A family is added with a row here and a tiny model in the
+tests that proves it against `generate`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Options = Mapping[str, Any]
 
 
 class ProcessorCall(NamedTuple):
-    """What options become in calls of Transformers' processor: `preparing` of the image processor itself, `counting` of
-    `_get_num_multimodal_tokens`, which reads the same under names of its own."""
+    """What options become in calls of Transformers' processor: `preparing` of the image processor itself,
+    `counting` of `_get_num_multimodal_tokens`, which reads the same under names of its own."""
 
     preparing: Mapping[str, Any]
     counting: Mapping[str, Any]
@@ -40,25 +40,28 @@ def _plain_call(processor: Any, options: Options) -> ProcessorCall:
 
 @dataclass(frozen=True)
 class ImageRules:
-    """How a family takes images. `tokens(config, processor)` reads the ids; `expand(tokens, rows, extras)` is what
-    stands for an image in the prompt.
+    """How a family takes images. `tokens(config, processor)` reads the ids;
+    `expand(tokens, rows, extras)` is what stands for an image in the prompt.
     """
 
     tokens: Callable[[Any, Any], ImageTokens]
     expand: Callable[[ImageTokens, int, Extras], tuple[int, ...]]
     adopt: Callable[[ImageTokens, int, Extras], dict[str, Any]]
-    """The extras of an image of which only features are known. Raises `ClientFault` naming the key that is missing."""
+    """The extras of an image of which only features are known.
+    Raises `ClientFault` naming the key that is missing."""
     size_key: str | None = None
     """The processor output that says how an image was cut."""
     options: Callable[[ImageTokens, int], Mapping[str, ProcessorOption]] = _no_options
     """Keys of `mm_processor_kwargs`; the second argument is the context length."""
     call: Callable[[Any, Options], ProcessorCall] = _plain_call
-    """How those keys are said to the image processor, the first argument; and to the video processor, which takes the same."""
+    """How those keys are said to the image processor, the first argument;
+    and to the video processor, which takes the same."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family: the kinds of media that it takes, each with what reads its ids of the configuration and the processor."""
+    """One family: the kinds of media that it takes, each with what reads its ids
+    of the configuration and the processor."""
 
     name: str
     image: ImageRules | None = None
@@ -92,7 +95,10 @@ def _adopt_grid(tokens: ImageTokens, rows: int, extras: Extras) -> dict[str, Any
     if given is None:
         side = math.isqrt(rows)
         if side * side != rows:
-            raise ClientFault(f"{rows} rows are no square grid; give image_grid_thw [1, height, width] beside the embeddings")
+            raise ClientFault(
+                f"{rows} rows are no square grid; give image_grid_thw [1, "
+                "height, width] beside the embeddings"
+            )
         return {"image_grid_thw": [1, side * tokens.merge, side * tokens.merge]}
     grid = _integers("image_grid_thw", given, 3)
     frames, height, width = grid
@@ -107,7 +113,9 @@ def _adopt_size(tokens: ImageTokens, rows: int, extras: Extras) -> dict[str, Any
     if given is None:
         side = math.isqrt(rows)
         if side * side != rows:
-            raise ClientFault(f"{rows} rows are no square; give image_sizes [height, width] in pixels beside the embeddings")
+            raise ClientFault(
+                f"{rows} rows are no square; give image_sizes [height, width] in pixels beside the embeddings"
+            )
         return {"image_sizes": [side * cell, side * cell]}
     size = _integers("image_sizes", given, 2)
     if min(size) < cell or (size[0] // cell) * (size[1] // cell) != rows:
@@ -126,7 +134,8 @@ def _integers(key: str, value: Any, count: int) -> list[int]:
 
 
 def _pixel_options(tokens: ImageTokens, context_length: int) -> dict[str, ProcessorOption]:
-    """Bounds of an image's pixels after resizing: from one row of features to as many as the context holds."""
+    """Bounds of an image's pixels after resizing:
+    from one row of features to as many as the context holds."""
     cell = (tokens.patch * tokens.merge) ** 2
     pixels = ProcessorOption(least=cell, most=cell * context_length)
     edges = ProcessorOption(fields={"shortest_edge": pixels, "longest_edge": pixels})
@@ -192,7 +201,9 @@ def _llava_tokens(config: Any, processor: Any) -> ImageTokens:
 def _mistral3_tokens(config: Any, processor: Any) -> ImageTokens:
     image = config.image_token_id
     ends = {"end": (processor.image_end_token_id,), "row_end": processor.image_break_token_id}
-    return ImageTokens(image, image, merge=config.spatial_merge_size, patch=config.vision_config.patch_size, **ends)
+    return ImageTokens(
+        image, image, merge=config.spatial_merge_size, patch=config.vision_config.patch_size, **ends
+    )
 
 
 def _gemma3_tokens(config: Any, processor: Any) -> ImageTokens:

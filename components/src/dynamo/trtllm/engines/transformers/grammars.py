@@ -1,8 +1,10 @@
-"""Guided decoding: which tokens a grammar allows next, for JSON schemas, regular expressions, grammars and choices.
+"""Guided decoding: which tokens a grammar allows next, for JSON schemas,
+regular expressions, grammars and choices.
 
-llguidance (https://github.com/guidance-ai/llguidance) compiles a grammar for the model's tokenizer and follows it token by
-token; a mask is a bit per token, computed on the host in some 50 microseconds. Its limits bound the work of a hostile grammar:
-the first mask, which is most of it, is computed off the engine's thread, and a later one costs a few milliseconds at most.
+llguidance (https://github.com/guidance-ai/llguidance) compiles a grammar for the model's tokenizer and
+follows it token by token; a mask is a bit per token, computed on the host in some 50 microseconds. Its limits
+bound the work of a hostile grammar: the first mask, which is most of it, is computed off the engine's thread,
+and a later one costs a few milliseconds at most.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ class Grammar:
     def write_mask(self, address: int, nbytes: int) -> None:
         """Write the tokens that may come next to memory, a bit each.
 
-        Raises `ClientFault` when the grammar has become too complex to follow, and `EngineFault` when it was left.
+        Raises `ClientFault` when the grammar has become too complex to follow,
+        and `EngineFault` when it was left.
         """
         self._matcher.unsafe_compute_mask_ptr(address, nbytes)
         if self._matcher.is_error():
             if _is_foreign_token(self._matcher.get_error()):
                 raise EngineFault("a token was chosen that the request's grammar does not allow")
-            raise ClientFault("guided decoding: the grammar is too complex; make its repetitions or alternatives fewer")
+            raise ClientFault(
+                "guided decoding: the grammar is too complex; make its repetitions or alternatives fewer"
+            )
 
     def take(self, token_id: int) -> None:
         """Go on behind `token_id`. Where the grammar does not allow it, the next `allow` says so."""
@@ -54,7 +59,8 @@ class Grammar:
 
 
 class Masks:
-    """What the grammars of a step's rows allow: `bits` [rows, words] int32, a bit per token from the lowest; all at first."""
+    """What the grammars of a step's rows allow: `bits` [rows, words] int32,
+    a bit per token from the lowest; all at first."""
 
     def __init__(self, rows: int, vocabulary: int) -> None:
         self.bits: npt.NDArray[np.int32] = np.full((rows, words(vocabulary)), -1, dtype=np.int32)
@@ -63,7 +69,8 @@ class Masks:
         self._vocabulary = vocabulary
 
     def allow(self, row: int, grammar: Grammar, unwanted: Sequence[int] = ()) -> None:
-        """Leave in `row` what `grammar` allows, without `unwanted` if others remain. Raises as `Grammar.write_mask`."""
+        """Leave in `row` what `grammar` allows, without `unwanted` if others remain.
+        Raises as `Grammar.write_mask`."""
         grammar.write_mask(self._address + row * self._stride, self._stride)
         if unwanted:
             kept = self.bits[row].view(np.uint32).copy()
@@ -161,7 +168,8 @@ def _for_grammars(load: Callable[[], Any], vocabulary: int, ends: frozenset[int]
 
 
 def _source(guided: GuidedDecoding) -> str:
-    """The grammar in llguidance's own form. Raises `ClientFault` for one that is too long or of a kind not followed here."""
+    """The grammar in llguidance's own form.
+    Raises `ClientFault` for one that is too long or of a kind not followed here."""
     try:
         text = _translated(guided)
     except WorkerError:
@@ -177,7 +185,9 @@ def _translated(guided: GuidedDecoding) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if guided.structural_tag is not None:
-        raise ClientFault("structural tags are not supported by the portable engine; use a JSON schema or a grammar")
+        raise ClientFault(
+            "structural tags are not supported by the portable engine; use a JSON schema or a grammar"
+        )
     if guided.choice is not None:
         return str(grammar_from("choice", json.dumps(guided.choice)))
     if guided.regex is not None:
@@ -189,7 +199,9 @@ def _translated(guided: GuidedDecoding) -> str:
     if not isinstance(schema, (dict, bool)):
         raise ClientFault("guided decoding: a JSON schema must be an object")
     # Compact: white space costs tokens, and a small model that may write it writes nothing else.
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False}))
+    return str(
+        LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
+    )
 
 
 def _name(guided: GuidedDecoding) -> str:
@@ -209,14 +221,20 @@ def _refusal(guided: GuidedDecoding, error: str) -> ClientFault:
     """llguidance's complaint in our words; of its text only words that the client wrote itself are used."""
     name = _name(guided)
     if "too large" in error or "too many" in error or "too complex" in error:
-        return ClientFault(f"guided decoding: the {name} is too complex; make its repetitions or alternatives fewer")
+        return ClientFault(
+            f"guided decoding: the {name} is too complex; make its repetitions or alternatives fewer"
+        )
     if not error or "Unsatisfiable" in error:
         return ClientFault(f"guided decoding: nothing can satisfy the {name}")
     if name == "JSON schema":
         quoted = set(re.findall(r"\w+", error))
-        culprits = sorted({word for word in _strings(guided.json) if word in quoted and word.isidentifier()})[:5]
+        culprits = sorted({word for word in _strings(guided.json) if word in quoted and word.isidentifier()})[
+            :5
+        ]
         if culprits:
-            return ClientFault(f"guided decoding: the JSON schema uses what is not supported: {', '.join(culprits)}")
+            return ClientFault(
+                f"guided decoding: the JSON schema uses what is not supported: {', '.join(culprits)}"
+            )
     return ClientFault(f"guided decoding: the {name} is not valid, or uses what is not supported")
 
 

@@ -158,7 +158,8 @@ class GraphBatch:
     def step(self) -> list[Chosen]:
         """Launch a step if any request needs one more, then wait for the step before it.
 
-        A grammar has to know each token before it can say what may follow: then the step before is waited for first.
+        A grammar has to know each token before it can say what may follow:
+        then the step before is waited for first.
         """
         before, self._flight = self._flight, None
         if not self._goes_on(before) or (before is not None and self._kind.guided):

@@ -38,13 +38,17 @@ class Intake:
             raise ClientFault("the prompt is empty")
         require_room(length, self.context_length)
         if self.options.max_input_len is not None and length > self.options.max_input_len:
-            raise LimitFault(f"the prompt has {length} tokens; at most {self.options.max_input_len} are taken")
+            raise LimitFault(
+                f"the prompt has {length} tokens; at most {self.options.max_input_len} are taken"
+            )
         images = tuple(map(self._span, itertools.repeat(prompt.token_ids), prompt.media, prompt.positions()))
         for position, (before, after) in zip(prompt.positions()[1:], itertools.pairwise(images), strict=True):
             if before.stop >= after.start:
                 raise PartFault(position, _NO_TOKEN_BETWEEN, kind=after.item.kind)
         if request.choices > 1 and images and images[-1].stop == length:
-            raise PartFault(prompt.positions()[-1], "with n above 1 text must follow it", kind=images[-1].item.kind)
+            raise PartFault(
+                prompt.positions()[-1], "with n above 1 text must follow it", kind=images[-1].item.kind
+            )
         _require_known_ids(prompt.token_ids, images if stage is not Stage.DECODE else None, loaded)
         room = self.context_length - length
         longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -77,13 +81,16 @@ class Intake:
             tensor = item.tensors.get(name)
             if tensor is None or tuple(tensor.shape) != (placed, loaded.hidden_size):
                 wanted = f"{placed} x {loaded.hidden_size}"
-                raise PartFault(position, f"its embeddings are not the {wanted} that the prompt needs", kind=item.kind)
+                raise PartFault(
+                    position, f"its embeddings are not the {wanted} that the prompt needs", kind=item.kind
+                )
         return ImageSpan(item, media.start, media.start + media.length)
 
     def continued(self, request: EngineRequest, first: Step | None, state: EngineState) -> EngineSequence:
         """The sequence of a request whose context stage ran before, here or elsewhere.
 
-        Without a first token the last token of the prompt is computed once more: its logits are those that choose it.
+        Without a first token the last token of the prompt is computed once more:
+        its logits are those that choose it.
         """
         if first is None:
             return self._forked(request, state)
@@ -109,8 +116,11 @@ class Intake:
         return sequence
 
 
-def _require_known_ids(token_ids: Sequence[int], images: tuple[ImageSpan, ...] | None, loaded: LoadedModel) -> None:
-    """Ids must lie in the embedding table, but for image tokens that stand for features. `images` is None in the decode stage."""
+def _require_known_ids(
+    token_ids: Sequence[int], images: tuple[ImageSpan, ...] | None, loaded: LoadedModel
+) -> None:
+    """Ids must lie in the embedding table, but for image tokens that stand for features.
+    `images` is None in the decode stage."""
     if min(token_ids) >= 0 and max(token_ids) < loaded.vocabulary:
         return
     features = set(loaded.features.values())

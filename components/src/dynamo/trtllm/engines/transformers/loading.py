@@ -1,6 +1,8 @@
-"""From a directory to a model that may serve: device, dtype, threads, weights, processor, and the check that it computes right.
+"""From a directory to a model that may serve: device, dtype, threads, weights,
+processor, and the check that it computes right.
 
-Everything here runs in the thread that owns the model. Messages name the architecture and what is supported, never a path.
+Everything here runs in the thread that owns the model.
+Messages name the architecture and what is supported, never a path.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _LAYER_KINDS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model and what the other modules ask about it. `decoder` is None where the whole model's forward has to be called."""
+    """A model and what the other modules ask about it.
+    `decoder` is None where the whole model's forward has to be called."""
 
     model: Any
     decoder: Any
@@ -130,8 +133,8 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
 def unsupported(architecture: str, reason: str) -> StartupError:
     """The refusal of a model, in one sentence."""
     return StartupError(
-        f"{architecture} is not supported by the portable engine: {reason}; it serves {supported_names()}, and text-only causal"
-        " models with full or sliding attention"
+        f"{architecture} is not supported by the portable engine: {reason}; "
+        f"it serves {supported_names()}, and text-only causal models with full or sliding attention"
     )
 
 
@@ -145,7 +148,9 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise StartupError(f"device must be auto, cpu, cuda or cuda:N, not {name}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise StartupError(f"device {name} was asked for, but this machine shows {torch.cuda.device_count()} CUDA devices")
+        raise StartupError(
+            f"device {name} was asked for, but this machine shows {torch.cuda.device_count()} CUDA devices"
+        )
     return device
 
 
@@ -157,7 +162,9 @@ def _dtype(name: str, device: torch.device) -> Any:
 
 def _read_config(directory: str) -> Any:
     try:
-        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # values of a wrong kind end in whatever their reader runs into
         name = _architecture_on_disk(directory)
         raise unsupported(name, "its configuration cannot be read") from error
@@ -180,7 +187,9 @@ def _set_threads(threads: int | None, parameters: int, device: torch.device) -> 
     torch.set_num_threads(threads)
 
 
-def _load_weights(directory: str, family: Family | None, device: torch.device, dtype: Any, architecture: str) -> Any:
+def _load_weights(
+    directory: str, family: Family | None, device: torch.device, dtype: Any, architecture: str
+) -> Any:
     loader = transformers.AutoModelForMultimodalLM if family else transformers.AutoModelForCausalLM
     try:
         model = loader.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
@@ -192,11 +201,15 @@ def _load_weights(directory: str, family: Family | None, device: torch.device, d
 
 def load_tokenizer(directory: str) -> Any:
     """The model's tokenizer, for the text that its tokens stand for."""
-    return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    return transformers.AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
 
 
 def _load_processor(directory: str, architecture: str, config: Any, family: Family) -> Any:
-    part, noun = ("image_processor", "image processor") if family.image else ("feature_extractor", "feature extractor")
+    part, noun = (
+        ("image_processor", "image processor") if family.image else ("feature_extractor", "feature extractor")
+    )
     try:
         auto: Any = transformers.AutoProcessor
         processor = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -204,7 +217,9 @@ def _load_processor(directory: str, architecture: str, config: Any, family: Fami
         reason = f"its {noun} cannot be loaded; the model directory needs its processor files"
         raise StartupError(f"{architecture}: {reason}") from error
     if not hasattr(processor, part):
-        raise StartupError(f"{architecture}: the model directory has no {noun}; add its preprocessor_config.json")
+        raise StartupError(
+            f"{architecture}: the model directory has no {noun}; add its preprocessor_config.json"
+        )
     if getattr(processor, "patch_size", 0) is None:
         processor.patch_size = config.vision_config.patch_size
     if getattr(processor, "vision_feature_select_strategy", "") is None:
@@ -213,7 +228,8 @@ def _load_processor(directory: str, architecture: str, config: Any, family: Fami
 
 
 def _cache_shape(model: Any, text_config: Any, architecture: str) -> tuple[CacheShape, tuple[str, ...]]:
-    """Found out by running three tokens with Transformers' own cache: whatever cannot be read from it is not served."""
+    """Found out by running three tokens with Transformers' own cache:
+    whatever cannot be read from it is not served."""
     reason = "its layers keep more than keys and values of full or sliding attention"
     kinds = tuple(sorted(set(getattr(text_config, "layer_types", None) or ())))
     if not set(kinds) <= _LAYER_TYPES:
@@ -223,10 +239,22 @@ def _cache_shape(model: Any, text_config: Any, architecture: str) -> tuple[Cache
         cache = DynamicCache(config=text_config)
         model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
         layers: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_initialized", False)]
-        if not layers or len(layers) != text_config.num_hidden_layers or any(type(layer) not in _LAYER_KINDS for layer in layers):
+        if (
+            not layers
+            or len(layers) != text_config.num_hidden_layers
+            or any(type(layer) not in _LAYER_KINDS for layer in layers)
+        ):
             raise unsupported(architecture, reason)
         key_shapes = {(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in layers}
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError, IndexError) as error:
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        KeyError,
+        IndexError,
+    ) as error:
         raise unsupported(architecture, reason) from error
     windows = {layer.sliding_window for layer in layers if layer.is_sliding}
     if len(key_shapes) != 1 or len(windows) > 1:
@@ -255,21 +283,31 @@ def _context_length(text_config: Any, options: EngineOptions, architecture: str)
     if options.max_seq_len is None:
         return min(most or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     if most is not None and options.max_seq_len > most:
-        raise StartupError(f"max_seq_len is {options.max_seq_len}, but {architecture} has {most} positions; lower max_seq_len")
+        raise StartupError(
+            f"max_seq_len is {options.max_seq_len}, but {architecture} has {most} positions; "
+            "lower max_seq_len"
+        )
     return options.max_seq_len
 
 
 def _kv_tokens(options: EngineOptions, shape: CacheShape, context_length: int) -> int:
-    """How many tokens the KV cache may hold: as configured, else what memory allows, at most every request at full length."""
+    """How many tokens the KV cache may hold: as configured, else what memory allows,
+    at most every request at full length."""
     if options.max_kv_tokens is not None:
         return max(options.max_kv_tokens, options.tokens_per_block)
     if shape.device.type == "cuda":
         free = torch.cuda.mem_get_info(shape.device)[0] * (options.memory_fraction or _CUDA_MEMORY_FRACTION)
     else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * (options.memory_fraction or _CPU_MEMORY_FRACTION)
+        free = (
+            os.sysconf("SC_PAGE_SIZE")
+            * os.sysconf("SC_AVPHYS_PAGES")
+            * (options.memory_fraction or _CPU_MEMORY_FRACTION)
+        )
     tokens = min(int(free) // (shape.bytes_per_token * _GROWTH), context_length * options.max_batch_size)
     if tokens < options.tokens_per_block:
-        raise StartupError("no memory is left for the KV cache; use a smaller model or set kv_cache_config.max_tokens")
+        raise StartupError(
+            "no memory is left for the KV cache; use a smaller model or set kv_cache_config.max_tokens"
+        )
     return tokens
 
 

@@ -1,4 +1,5 @@
-"""The kinds of media that a model takes here, each with what encodes it: the one place that names them all."""
+"""The kinds of media that a model takes here, each with what encodes it:
+the one place that names them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prompts that are being computed: which chunks go into the next pass, and what becomes of a pass that fails."""
+"""Prompts that are being computed: which chunks go into the next pass,
+and what becomes of a pass that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LONG_TOKENS = 1024
 
 
 class Prompts:
-    """Admitted requests until their prompts are computed, in order of arrival. Owned by the engine's thread."""
+    """Admitted requests until their prompts are computed, in order of arrival.
+    Owned by the engine's thread."""
 
     def __init__(self, runner: ModelRunner, options: EngineOptions, interleave: Interleave | None) -> None:
         self.sequences: list[Sequence] = []
@@ -28,7 +30,8 @@ class Prompts:
         self._computed: list[tuple[list[Chunk], torch.Tensor]] = []
 
     def compute(self) -> Iterator[tuple[Sequence, Exception]]:
-        """Compute at most one batch of prompts or one chunk of a long one; yields those that failed, which are out then.
+        """Compute at most one batch of prompts or one chunk of a long one;
+        yields those that failed, which are out then.
 
         `take_computed` hands on what came of it; on a GPU it may still be computing.
         """
@@ -45,7 +48,8 @@ class Prompts:
         self._computed.append((chunks, logits))
 
     def take_computed(self) -> list[tuple[list[Chunk], torch.Tensor]]:
-        """Chunks that were computed since the last call, and the logits [chunks, vocabulary] behind the last token of each."""
+        """Chunks that were computed since the last call, and the logits [chunks,
+        vocabulary] behind the last token of each."""
         computed, self._computed = self._computed, []
         return computed
 
@@ -82,7 +86,8 @@ class Prompts:
 
 
 def _chunk_end(sequence: Sequence, budget: int) -> int:
-    """Where the next chunk of at most `budget` tokens ends: never inside an image, whose tokens may see one another."""
+    """Where the next chunk of at most `budget` tokens ends:
+    never inside an image, whose tokens may see one another."""
     end = min(sequence.computed + budget, len(sequence.prompt_ids))
     for span in sequence.images:
         if span.start < end < span.stop:

@@ -60,7 +60,8 @@ class RowTable:
 
     @property
     def masks(self) -> torch.Tensor:
-        """What the requests' grammars allow in the coming step, [rows, words] int32 as in `grammars`. Made at first use."""
+        """What the requests' grammars allow in the coming step, [rows,
+        words] int32 as in `grammars`. Made at first use."""
         if self._masks is None:
             shape = (self._integers.shape[0], words(self.vocabulary))
             self._masks = torch.full(shape, -1, dtype=torch.int32, device=self._device)

@@ -1,4 +1,5 @@
-"""What the model computes in one step: a context batch or a decode batch. Knows tensors and sequences, decides nothing."""
+"""What the model computes in one step: a context batch or a decode batch.
+Knows tensors and sequences, decides nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class ModelRunner:
         sequence.rope_delta = int(positions[:, 0, -1].max()) + 1 - len(ids)
 
     def prefill(self, chunks: Items[Chunk]) -> torch.Tensor:
-        """Compute `chunks` in one forward; several only if each is whole. Returns the logits [chunks, vocabulary] at their ends.
+        """Compute `chunks` in one forward; several only if each is whole.
+        Returns the logits [chunks, vocabulary] at their ends.
 
         A sequence whose prompt is complete holds its keys and values afterwards.
         """
@@ -93,7 +95,9 @@ class ModelRunner:
         width = max(c.stop - c.start for c in chunks)
         ids = torch.zeros(len(chunks), width, dtype=torch.long)
         for row, chunk in enumerate(chunks):
-            ids[row, : chunk.stop - chunk.start] = torch.tensor(chunk.sequence.prompt_ids[chunk.start : chunk.stop])
+            ids[row, : chunk.stop - chunk.start] = torch.tensor(
+                chunk.sequence.prompt_ids[chunk.start : chunk.stop]
+            )
         masks = cache.masks(width, self._mutual(chunks, cache.filled + width))
         embeds, extra = self._embed(ids.to(self._device), chunks)
         last = [c.stop - c.start - 1 for c in chunks]
@@ -109,13 +113,16 @@ class ModelRunner:
         return logits
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """One token for every row of the batch; `tokens` and `positions` are [rows, 1]. Returns logits [rows, vocabulary]."""
+        """One token for every row of the batch; `tokens` and `positions` are [rows, 1].
+        Returns logits [rows, vocabulary]."""
         masks = self.batch.begin_step()
         logits = self.next_logits(tokens, positions, masks, self.batch)
         self.batch.end_step()
         return logits
 
-    def next_logits(self, tokens: torch.Tensor, positions: torch.Tensor, masks: Masks, cache: Any) -> torch.Tensor:
+    def next_logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, masks: Masks, cache: Any
+    ) -> torch.Tensor:
         """Logits [rows, vocabulary] after one more token per row, `tokens` and `positions` being [rows, 1].
 
         Keys and values go into `cache`; `masks` are those of full and of sliding layers.
@@ -132,7 +139,12 @@ class ModelRunner:
         extra: dict[str, Any],
     ) -> torch.Tensor:
         """Logits at column `last[row]` of each row, or at the only column."""
-        inputs = {"inputs_embeds": embeds, "position_ids": positions, "attention_mask": self._mask(masks), "cache": cache}
+        inputs = {
+            "inputs_embeds": embeds,
+            "position_ids": positions,
+            "attention_mask": self._mask(masks),
+            "cache": cache,
+        }
         if self._loaded.decoder is not None:
             assert self._head is not None
             hidden = self._loaded.decoder(**inputs, **extra, use_cache=True).last_hidden_state
@@ -190,7 +202,9 @@ class ModelRunner:
         positions = plain.repeat(3, len(chunks), 1)
         for row, chunk in enumerate(chunks):
             if chunk.sequence.positions is not None:
-                positions[:, row, : chunk.stop - chunk.start] = chunk.sequence.positions[:, chunk.start : chunk.stop]
+                positions[:, row, : chunk.stop - chunk.start] = chunk.sequence.positions[
+                    :, chunk.start : chunk.stop
+                ]
         return positions
 
     def _mutual(self, chunks: Items[Chunk], total: int) -> torch.Tensor | None:

@@ -1,9 +1,9 @@
 """From logits to tokens: what each request asked for, over all rows of a step at once.
 
-Order: repetition, presence and frequency penalties over prompt and output tokens alike; tokens banned by min_tokens or by the
-request's grammar; temperature; top-k; top-p over what top-k left; min-p; one draw. Log probabilities are those of the model
-itself, before any of these.
-The draw of output token i is one number that depends on (seed, i) only, so batching and hand-overs change nothing.
+Order: repetition, presence and frequency penalties over prompt and output tokens alike; tokens banned by
+min_tokens or by the request's grammar; temperature; top-k; top-p over what top-k left; min-p; one draw. Log
+probabilities are those of the model itself, before any of these. The draw of output token i is one number
+that depends on (seed, i) only, so batching and hand-overs change nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MASK64 = (1 << 64) - 1
 
 
 class Sampled(NamedTuple):
-    """A token per row [rows], each row's log probabilities where any row asked for them, and why a row has no token."""
+    """A token per row [rows], each row's log probabilities where any row asked for them,
+    and why a row has no token."""
 
     tokens: torch.Tensor
     logprobs: list[StepLogprobs | None] | None
@@ -35,7 +36,8 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Choice:
-    """How one request chooses its tokens. `counts` [vocabulary] is kept up to date by `note`; None without penalties."""
+    """How one request chooses its tokens. `counts` [vocabulary] is kept up to date by `note`;
+    None without penalties."""
 
     seed: int
     temperature: float
@@ -83,10 +85,17 @@ class Choice:
 
 
 def make_choice(sampling: Sampling, seed: int, eos_token_ids: frozenset[int], vocabulary: int) -> Choice:
-    """The checked form of `sampling`. Raises `ClientFault` for values out of range and for what this engine does not do."""
+    """The checked form of `sampling`. Raises `ClientFault` for values out
+    of range and for what this engine does not do."""
     _check(sampling)
     greedy = sampling.temperature is None and sampling.top_p is None and sampling.top_k is None
-    temperature = 0.0 if greedy or sampling.top_k == 1 else 1.0 if sampling.temperature is None else sampling.temperature
+    temperature = (
+        0.0
+        if greedy or sampling.top_k == 1
+        else 1.0
+        if sampling.temperature is None
+        else sampling.temperature
+    )
     ends = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | eos_token_ids
     return Choice(
         seed=seed,
@@ -115,7 +124,8 @@ def _check(sampling: Sampling) -> None:
 
 
 def uniform(seed: int, index: int) -> float:
-    """The draw of output token `index`, in [0, 1): two rounds of the splitmix64 finalizer (Steele, Lea, Flood 2014)."""
+    """The draw of output token `index`, in [0, 1):
+    two rounds of the splitmix64 finalizer (Steele, Lea, Flood 2014)."""
     return (_mix(_mix(seed & _MASK64) ^ (index & _MASK64)) >> 11) * 2.0**-53
 
 
@@ -131,28 +141,38 @@ def sample(
 ) -> tuple[torch.Tensor, list[StepLogprobs | None] | None]:
     """Choose a token per row of `logits` [rows, vocabulary].
 
-    `indices` say which output token of its request each row is, from 0. Returns the tokens [rows] and, when any row asked for
-    them, a list with each row's log probabilities. Changes nothing in `choices`.
+    `indices` say which output token of its request each row is, from 0. Returns the tokens [rows] and,
+    when any row asked for them, a list with each row's log probabilities. Changes nothing in `choices`.
     """
     adjusted = logits
-    if any(c.has_penalties or (c.min_tokens > i and c.grammar is None) for c, i in zip(choices, indices, strict=True)):
+    if any(
+        c.has_penalties or (c.min_tokens > i and c.grammar is None)
+        for c, i in zip(choices, indices, strict=True)
+    ):
         adjusted = _adjust(logits.float().clone(), choices, indices)
     if any(c.grammar is not None for c in choices):
         adjusted = adjusted.masked_fill(_forbidden(choices, indices, logits), -math.inf)
     tokens = adjusted.argmax(-1)
     drawn = [row for row, c in enumerate(choices) if c.temperature > 0.0]
     if drawn:
-        tokens[drawn] = _draw(adjusted[drawn].float(), [choices[r] for r in drawn], [indices[r] for r in drawn])
+        tokens[drawn] = _draw(
+            adjusted[drawn].float(), [choices[r] for r in drawn], [indices[r] for r in drawn]
+        )
     asked = [row for row, c in enumerate(choices) if c.logprobs is not None]
     return tokens, _logprobs(logits, tokens, choices, asked) if asked else None
 
 
 def sample_apart(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int]) -> Sampled:
-    """As `sample`; where that fails, a row at a time, so that a row for which no token can be chosen takes no other with it."""
+    """As `sample`; where that fails, a row at a time, so that a row for
+    which no token can be chosen takes no other with it."""
     try:
         return Sampled(*sample(logits, choices, indices), {})
     except Exception as error:
-        logger.info("choosing tokens for %d requests failed (%s); each is tried alone", len(choices), type(error).__name__)
+        logger.info(
+            "choosing tokens for %d requests failed (%s); each is tried alone",
+            len(choices),
+            type(error).__name__,
+        )
     tokens = torch.zeros(len(choices), dtype=torch.long, device=logits.device)
     logprobs: list[StepLogprobs | None] = [None] * len(choices)
     failed: dict[int, Exception] = {}
@@ -208,7 +228,8 @@ def _draw(logits: torch.Tensor, choices: Sequence[Choice], indices: Sequence[int
 
 
 def draw(logits: torch.Tensor, min_p: torch.Tensor | None, draws: torch.Tensor) -> torch.Tensor:
-    """One token per row by inversion: the first token, in order of ids, at which the summed probability passes the row's draw.
+    """One token per row by inversion: the first token, in order of ids,
+    at which the summed probability passes the row's draw.
 
     `logits` [rows, vocabulary]; `min_p` and `draws` [rows, 1] float64. Returns [rows] int64.
     """
@@ -223,9 +244,11 @@ def draw(logits: torch.Tensor, min_p: torch.Tensor | None, draws: torch.Tensor) 
 
 
 def keep_likeliest(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Mask what top-k and top-p leave out. The likeliest token always stays; equal logits count by order of ids.
+    """Mask what top-k and top-p leave out. The likeliest token always stays;
+    equal logits count by order of ids.
 
-    `logits` [rows, vocabulary] float32; `top_k` [rows, 1] int64, the vocabulary for no limit; `top_p` [rows, 1] float32.
+    `logits` [rows, vocabulary] float32; `top_k` [rows, 1] int64, the vocabulary for no limit;
+    `top_p` [rows, 1] float32.
     """
     vocabulary = logits.shape[1]
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -248,9 +271,20 @@ def _logprobs(
     width = max(choices[row].logprobs or 0 for row in asked)
     best, ids = scores.topk(width, -1)
     table: list[StepLogprobs | None] = [None] * len(choices)
-    rows = zip(asked, tokens[list(asked)].tolist(), chosen[:, 0].tolist(), ranks, best.tolist(), ids.tolist(), strict=True)
+    rows = zip(
+        asked,
+        tokens[list(asked)].tolist(),
+        chosen[:, 0].tolist(),
+        ranks,
+        best.tolist(),
+        ids.tolist(),
+        strict=True,
+    )
     for row, token, logprob, rank, values, top_ids in rows:
         count = choices[row].logprobs or 0
-        top = tuple(TokenLogprob(i, v, r + 1) for r, (i, v) in enumerate(zip(top_ids[:count], values[:count], strict=True)))
+        top = tuple(
+            TokenLogprob(i, v, r + 1)
+            for r, (i, v) in enumerate(zip(top_ids[:count], values[:count], strict=True))
+        )
         table[row] = StepLogprobs(TokenLogprob(token, logprob, rank), top)
     return table

@@ -1,4 +1,5 @@
-"""One request inside the engine: what it asked for, how far it is, and what it holds. Touched by the engine's thread only."""
+"""One request inside the engine: what it asked for, how far it is, and what it holds.
+Touched by the engine's thread only."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image's place in the prompt: `token_ids[start:stop]`, of which `rows` stand for its rows of features."""
+    """An image's place in the prompt: `token_ids[start:stop]`,
+    of which `rows` stand for its rows of features."""
 
     item: EncodedMedia
     start: int
@@ -74,7 +76,8 @@ class Sequence:
     """What is added to a token's index to give its position after the prompt."""
     submitted_s: float = 0.0
     admitted_s: float = 0.0
-    """When it was handed to the engine's thread, and when that began with it, as `time.perf_counter` has it."""
+    """When it was handed to the engine's thread, and when that began with it,
+    as `time.perf_counter` has it."""
     phase: Phase = Phase.WAITING
     row: int = -1
     """Its row of the batch while it is running."""
@@ -97,7 +100,11 @@ class Sequence:
         self.choice.note(token)
         entries = None if logprobs is None else (logprobs,)
         if self.output < self.max_new_tokens:
-            return Step((token,), entries) if self.output > 1 else Step((token,), entries, usage=Usage(len(self.prompt_ids), 1))
+            return (
+                Step((token,), entries)
+                if self.output > 1
+                else Step((token,), entries, usage=Usage(len(self.prompt_ids), 1))
+            )
         self.phase = Phase.FINISHED
         return Step((token,), entries, "length", None, Usage(len(self.prompt_ids), self.output))
 

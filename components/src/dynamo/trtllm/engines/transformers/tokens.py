@@ -1,4 +1,5 @@
-"""What stands for an item of media in a prompt: the ids that a model's configuration and processor name, one class a kind."""
+"""What stands for an item of media in a prompt:
+the ids that a model's configuration and processor name, one class a kind."""
 
 from __future__ import annotations
 
@@ -67,11 +68,12 @@ class AudioTokens:
 
     @staticmethod
     def positions(frames: int) -> int:
-        """Places in the audio encoder of a spectrogram of `frames`: its second convolution has a stride of 2."""
+        """Places in the audio encoder of a spectrogram of `frames`:
+        its second convolution has a stride of 2."""
         return (frames - 1) // 2 + 1
 
     def rows(self, frames: int) -> int:
-        """Rows of features of a spectrogram of `frames`, by the formula of `Qwen2AudioProcessor`: the mean of two places
-        each. Below 1 for a sound that is too short to be heard.
+        """Rows of features of a spectrogram of `frames`, by the formula of `Qwen2AudioProcessor`:
+        the mean of two places each. Below 1 for a sound that is too short to be heard.
         """
         return (self.positions(frames) - 2) // 2 + 1

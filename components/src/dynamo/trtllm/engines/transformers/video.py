@@ -1,7 +1,7 @@
 """Videos: from chosen frames to features in batches, and what stands for them in a prompt.
 
-The frames were chosen before (`multimodal.kinds.video`). As in `encoder.py`, `preprocess` and `tokens_of` may run in any
-thread and touch no weights; `encode` belongs to the engine's thread.
+The frames were chosen before (`multimodal.kinds.video`). As in `encoder.py`, `preprocess` and `tokens_of` may
+run in any thread and touch no weights; `encode` belongs to the engine's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ FRAME_OPTIONS = {
     "min_frames": _COUNT,
     "max_frames": _COUNT,
 }
-"""Keys of `mm_processor_kwargs` that say which frames are chosen, as Transformers' video processors name them."""
+"""Keys of `mm_processor_kwargs` that say which frames are chosen,
+as Transformers' video processors name them."""
 
 
 def frame_rule(video: VideoTokens) -> FrameRule:
@@ -104,7 +105,8 @@ class VideoEncoder:
         ]
 
     def tokens_of(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> int | None:
-        """Length of the expansion of (frames, width, height), or None when their shape is not one that the model takes.
+        """Length of the expansion of (frames, width, height),
+        or None when their shape is not one that the model takes.
 
         Where times stand in the prompt it is the least length: how long they are is known with the frames.
         """

@@ -1,4 +1,5 @@
-"""The one thread that owns the model: it loads it, runs the step loop, and hands results to the event loop once per phase."""
+"""The one thread that owns the model: it loads it, runs the step loop,
+and hands results to the event loop once per phase."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class EncodeJob:
 
 
 class Sink:
-    """What one waiting coroutine receives, in order. Everything but the constructor runs on the event loop."""
+    """What one waiting coroutine receives, in order.
+    Everything but the constructor runs on the event loop."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
@@ -68,7 +70,8 @@ Setup: TypeAlias = Callable[[], tuple[Scheduler, Mapping[str, MediaEncoder]]]
 class Worker:
     """Runs `setup` and then the step loop in a thread of its own.
 
-    `submit` and `cancel` are called on the event loop; they and the thread share the command queue and `dead`, nothing else.
+    `submit` and `cancel` are called on the event loop;
+    they and the thread share the command queue and `dead`, nothing else.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -105,7 +108,8 @@ class Worker:
         self._commands.put(("cancel", item))
 
     async def stop(self) -> None:
-        """End the thread after its current step; requests in it end with `ShuttingDown`. Safe to call twice."""
+        """End the thread after its current step; requests in it end with `ShuttingDown`.
+        Safe to call twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._commands.put(("stop", None))
@@ -169,7 +173,8 @@ class Worker:
         self._flush(scheduler)
 
     def _take_commands(self, scheduler: Scheduler) -> bool:
-        """Carry out what was asked since the last step, waiting for something when there is no work. False: stop."""
+        """Carry out what was asked since the last step, waiting for something when there is no work.
+        False: stop."""
         idle = not scheduler.has_work and not self._encodes
         while idle or not self._commands.empty():
             name, item = self._commands.get()

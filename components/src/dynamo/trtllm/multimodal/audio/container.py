@@ -57,7 +57,8 @@ def kind_of(data: bytes) -> Kind:
 
 
 def is_cut_short(data: bytes, kind: Kind) -> bool:
-    """True when the file says that it is longer than it is: a WAV file's samples, or the last page of an Ogg."""
+    """True when the file says that it is longer than it is:
+    a WAV file's samples, or the last page of an Ogg."""
     if kind is _WAV:
         return _end_of_wave(data) > len(data)
     if kind is _OGG:
@@ -66,8 +67,9 @@ def is_cut_short(data: bytes, kind: Kind) -> bool:
 
 
 def promised_s(data: bytes, kind: Kind, duration_s: float | None) -> float | None:
-    """How long the sound is by the file's own word, or None. `duration_s` is what FFmpeg makes of it, which for an
-    MP3 file may be a guess from its bit rate: there the count of frames is taken that its first frame may hold.
+    """How long the sound is by the file's own word, or None. `duration_s` is what FFmpeg makes of it,
+    which for an MP3 file may be a guess from its bit rate: there the count of frames is taken that
+    its first frame may hold.
     """
     if kind is not _MP3:
         return duration_s
@@ -82,7 +84,8 @@ def promised_s(data: bytes, kind: Kind, duration_s: float | None) -> float | Non
 
 
 def _end_of_wave(data: bytes) -> int:
-    """Where the chunk of samples ends (RIFF, "Multimedia Programming Interface", 1991); 0 where it is not said."""
+    """Where the chunk of samples ends (RIFF, "Multimedia Programming Interface", 1991);
+    0 where it is not said."""
     order: Literal["big", "little"] = "big" if data.startswith(b"RIFX") else "little"
     at = 12
     while at + 8 <= len(data):

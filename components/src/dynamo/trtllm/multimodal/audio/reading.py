@@ -1,7 +1,7 @@
 """From the bytes of a sound to the samples that a model should hear: one channel at the model's rate.
 
-Channels are mixed by their mean, as the loaders do that speech models were trained with: swresample's own mix of
-two channels would be 3 dB louder.
+Channels are mixed by their mean, as the loaders do that speech models were trained with:
+swresample's own mix of two channels would be 3 dB louder.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def read_audio(data: bytes, rate: int, limits: AudioLimits) -> DecodedAudio:
     promised = promised_s(data, kind, declared_s)
     if promised and len(samples) / rate < promised - _LENGTH_TOLERANCE_S:
         raise ClientFault(
-            f"the sound ends after {len(samples) / rate:.1f} s, and the file declares at least {promised:.1f} s"
+            f"the sound ends after {len(samples) / rate:.1f} s, "
+            f"and the file declares at least {promised:.1f} s"
         )
     samples.flags.writeable = False
     return DecodedAudio(digest_of(data, rate), samples, rate)
@@ -67,8 +68,9 @@ def _sound_stream(container: Any, kind: Kind) -> Any:
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:
-    """Decoded frames in order. Damage between two of them is a `ClientFault` that says where it is; what cannot
-    be decoded before the first and after the last is left out, since cut recordings begin and end in mid-frame.
+    """Decoded frames in order. Damage between two of them is a `ClientFault` that says where it is;
+    what cannot be decoded before the first and after the last is left out, since cut recordings
+    begin and end in mid-frame.
     """
     from av.error import FFmpegError
 
@@ -131,7 +133,8 @@ def _check_form(frame: Any, limits: AudioLimits) -> None:
         )
     if not _MIN_RATE <= frame.sample_rate <= _MAX_RATE:
         raise ClientFault(
-            f"the sound has {frame.sample_rate} samples a second; this worker takes {_MIN_RATE} to {_MAX_RATE}"
+            f"the sound has {frame.sample_rate} samples a second; "
+            f"this worker takes {_MIN_RATE} to {_MAX_RATE}"
         )
 
 

@@ -18,7 +18,8 @@ from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 
 
 def _url_of_input_audio(part: Mapping[str, Any]) -> str:
-    """`{"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}` as a data URL (OpenAI's API)."""
+    """`{"type": "input_audio", "input_audio": {"data": BASE64, "format":
+    "wav"}}` as a data URL (OpenAI's API)."""
     sound = part.get("input_audio")
     data = sound.get("data") if isinstance(sound, Mapping) else None
     if not isinstance(data, str):

@@ -119,7 +119,8 @@ def as_rgb(frame: Any, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def upright(picture: NDArray[np.uint8], frame: Any) -> NDArray[np.uint8]:
-    """`picture` as the display matrix of `frame` turns it: by quarter turns and mirroring, else `ClientFault`.
+    """`picture` as the display matrix of `frame` turns it:
+    by quarter turns and mirroring, else `ClientFault`.
 
     The matrix maps stored to shown places: x' = a x + c y, y' = b x + d y (ISO/IEC 14496-12, 6.2.2).
     """
@@ -173,7 +174,8 @@ def _pixels(frame: Any, width: int, height: int, kind: str) -> NDArray[np.uint8]
 
 
 def _stored_size(frame: Any, kept: NDArray[np.uint8]) -> tuple[int, int]:
-    """Width and height to which `frame` is brought, so that all frames of the clip have the size of the first."""
+    """Width and height to which `frame` is brought, so that all frames
+    of the clip have the size of the first."""
     height, width = kept.shape[1:3]
     side = frame.side_data.get("DISPLAYMATRIX")
     is_turned = side is not None and not struct.unpack("=i", bytes(side)[:4])[0]

@@ -1,4 +1,5 @@
-"""From the bytes of a clip to the frames that a model should see, with every limit held before memory is spent."""
+"""From the bytes of a clip to the frames that a model should see,
+with every limit held before memory is spent."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def read_video(
 ) -> DecodedVideo:
     """The frames that `rule` chooses of the clip `data`.
 
-    Raises `ClientFault`, and `LimitFault` for what exceeds `limits`. `allocate` gives the memory for the frames.
+    Raises `ClientFault`, and `LimitFault` for what exceeds `limits`.
+    `allocate` gives the memory for the frames.
     """
     demuxer = demuxer_of(data)
     cut = is_cut_short(data, demuxer)

@@ -18,7 +18,8 @@ _VP8_SHOWN = 0x10
 
 
 class Shown(NamedTuple):
-    """A frame: when it is shown, in the stream's units of time, and which packet of the stream it comes in."""
+    """A frame: when it is shown, in the stream's units of time,
+    and which packet of the stream it comes in."""
 
     pts: int
     packet: int
@@ -41,7 +42,8 @@ class Timeline:
     def start_of(self, frame: Shown) -> int:
         """The packet at which to begin, so that `frame` can be decoded.
 
-        A frame shown before a keyframe may need what came before that keyframe, even though it is stored after it.
+        A frame shown before a keyframe may need what came before that keyframe,
+        even though it is stored after it.
         """
         at = bisect_right(self.keyframes, frame.packet, key=lambda each: each.packet)
         while at > 0:
@@ -59,7 +61,8 @@ def packets_of(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def read_timeline(container: Any, stream: Any) -> Timeline:
-    """Read all packets. Raises `LimitFault` for too many of them, and `ClientFault` where none can be shown."""
+    """Read all packets. Raises `LimitFault` for too many of them,
+    and `ClientFault` where none can be shown."""
     from av.error import FFmpegError
 
     shown: list[Shown] = []
@@ -78,7 +81,8 @@ def read_timeline(container: Any, stream: Any) -> Timeline:
             if packet.is_keyframe:
                 keyframes.append(Shown(pts, number))
             is_hidden = packet.is_discard or (is_vp8 and not memoryview(packet)[0] & _VP8_SHOWN)
-            # What is shown before the first keyframe was left behind when the clip was cut: nothing can decode it.
+            # What is shown before the first keyframe was left behind when the clip was cut:
+            # nothing can decode it.
             if keyframes and pts >= keyframes[0].pts and not is_hidden:
                 shown.append(Shown(pts, number))
         else:
@@ -89,7 +93,8 @@ def read_timeline(container: Any, stream: Any) -> Timeline:
 
 
 def rate_of(stream: Any, timeline: Timeline) -> float:
-    """Frames a second, on average: what the file says, unless it counts no frames and its packets say otherwise."""
+    """Frames a second, on average: what the file says,
+    unless it counts no frames and its packets say otherwise."""
     declared = float(stream.average_rate or 0)
     span_s = float(timeline.span() * stream.time_base)
     measured = (len(timeline.shown) - 1) / span_s if span_s > 0 else 0.0

@@ -10,7 +10,11 @@ behaviours). Nothing here imports TensorRT-LLM. Names, defaults and choices are 
 from __future__ import annotations
 
 from dynamo.trtllm.engines.tensorrt_llm.record.models import MODELS, TEXT_ONLY, ModelFacts, find_model_facts
-from dynamo.trtllm.engines.tensorrt_llm.record.nearest import PAIRED_WITH_DYNAMO, nearest_release, release_record
+from dynamo.trtllm.engines.tensorrt_llm.record.nearest import (
+    PAIRED_WITH_DYNAMO,
+    nearest_release,
+    release_record,
+)
 from dynamo.trtllm.engines.tensorrt_llm.record.release import MADE, REQUIRED, UNSAID, Release
 from dynamo.trtllm.engines.tensorrt_llm.record.releases import RECORD
 from dynamo.trtllm.engines.tensorrt_llm.record.sources import SOURCES

@@ -137,13 +137,18 @@ def _attaches(tree: SourceTree) -> str | None:
 
 
 def _sizes(tree: SourceTree) -> str | None:
-    """Recorded models whose processors take the request's options, and whose input processor passes none on."""
-    found = {model.architecture: processor for model, processor in read_processors(tree) if processor is not None}
+    """Recorded models whose processors take the request's options,
+    and whose input processor passes none on."""
+    found = {
+        model.architecture: processor for model, processor in read_processors(tree) if processor is not None
+    }
     known = [name for name, facts in MODELS.items() if facts.sizes_images and name in found]
     wrong = [
         name
         for name in known
-        if not any(_passes_options(node) for owner in tree.bases(found[name]) for node in ast.walk(owner.node))
+        if not any(
+            _passes_options(node) for owner in tree.bases(found[name]) for node in ast.walk(owner.node)
+        )
     ]
     return (f"not {', '.join(wrong)}" if wrong else "as recorded") if known else None
 
