@@ -168,3 +168,12 @@ def raw_request(
         **({"multi_modal_data": {"image_url": [{"Url": url} for url in images]}} if images else {}),
         **top,
     }
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds, which something outside of the event loop brings about."""
+    for _ in range(4000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition never came true")

@@ -11,7 +11,7 @@ import pytest
 
 from dynamo.trtllm.config import VideoLimits
 from dynamo.trtllm.errors import ClientFault
-from dynamo.trtllm.frame_rules import LLAVA_NEXT_VIDEO, QWEN2_VL, QWEN3_VL, FrameRule, Spread
+from dynamo.trtllm.frame_rules import QWEN2_VL, QWEN3_VL, FrameRule, Spread
 from dynamo.trtllm.multimodal.video.reading import read_video
 from media.clips import clip
 
@@ -34,16 +34,12 @@ OPTIONS: list[dict[str, Any]] = [
 @cache
 def family(name: str) -> tuple[FrameRule, Any]:
     """Our rule and Transformers' processor; that of Qwen2.5-VL is Qwen2-VL's own."""
-    from transformers.models.llava_next_video.video_processing_llava_next_video import (
-        LlavaNextVideoVideoProcessor,
-    )
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     return {
         "qwen2_vl": (QWEN2_VL, Qwen2VLVideoProcessor),
         "qwen3_vl": (QWEN3_VL, Qwen3VLVideoProcessor),
-        "llava_next_video": (LLAVA_NEXT_VIDEO, LlavaNextVideoVideoProcessor),
     }[name]
 
 
@@ -83,7 +79,7 @@ def test_frames_and_times_equal_transformers(name: str, options: dict[str, Any],
     )
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava_next_video"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_choices_equal_transformers_for_clips_of_many_lengths_and_rates(name: str) -> None:
     from transformers.video_utils import VideoMetadata
 
@@ -102,7 +98,7 @@ def test_choices_equal_transformers_for_clips_of_many_lengths_and_rates(name: st
                 expected = tuple(int(index) for index in theirs if index < total)
                 assert rule.asked(**options).choose(total, rate) == expected, (total, rate, options)
                 compared += 1
-    assert compared > 400
+    assert compared > 280
 
 
 @pytest.mark.parametrize("rule", [QWEN2_VL, QWEN3_VL], ids=lambda rule: rule.spread.value)

@@ -1,6 +1,6 @@
 """Which frames of a clip a model is shown. The rules are those of Transformers' video processors (5.24), so
-that a model sees the frames that it was trained and measured with: `Qwen2VLVideoProcessor.sample_frames`,
-`Qwen3VLVideoProcessor.sample_frames` and `video_utils.default_sample_indices_fn`.
+that a model sees the frames that it was trained and measured with: `Qwen2VLVideoProcessor.sample_frames` and
+`Qwen3VLVideoProcessor.sample_frames`.
 
 Arithmetic only, so that it runs beside the decoder and for any engine.
 """
@@ -25,8 +25,6 @@ class Spread(str, Enum):
     """At equal steps from the first frame, as many as fill whole temporal patches (Qwen2-VL, Qwen2.5-VL)."""
     TO_BOTH_ENDS = "to_both_ends"
     """At equal steps, the first and the last frame among them (Qwen3-VL)."""
-    FLOOR = "floor"
-    """At equal steps from the first frame, rounded down (Transformers' default, LLaVA-NeXT-Video)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +78,7 @@ class FrameRule:
         """
         if self.spread is Spread.FROM_START:
             return self._from_start(total, source_fps)
-        if self.spread is Spread.TO_BOTH_ENDS:
-            return self._to_both_ends(total, source_fps)
-        return self._floor(total, source_fps)
+        return self._to_both_ends(total, source_fps)
 
     def _from_start(self, total: int, source_fps: float) -> tuple[int, ...]:
         patch = self.temporal_patch_size
@@ -116,19 +112,7 @@ class FrameRule:
             count = min(max(total, self.min_frames), self.max_frames, total)
         return tuple(np.linspace(0, total - 1, count).round().astype(int).tolist())
 
-    def _floor(self, total: int, source_fps: float) -> tuple[int, ...]:
-        if self.num_frames is not None:
-            count = self.num_frames
-        elif self.fps is not None:
-            count = min(max(1, int(total / source_fps * self.fps)), self.max_frames, total)
-        else:
-            count = total
-        if count > total:
-            raise ClientFault(_ASKS_FOR_MORE.format(total=total, asked=count))
-        return tuple(number * total // count for number in range(count))
-
 
 QWEN2_VL = FrameRule(spread=Spread.FROM_START, fps=2.0)
 """Also Qwen2.5-VL. The processor names no rate; 2 frames a second is what the models are published with."""
 QWEN3_VL = FrameRule(spread=Spread.TO_BOTH_ENDS, fps=2.0)
-LLAVA_NEXT_VIDEO = FrameRule(spread=Spread.FLOOR, num_frames=8, min_frames=1, max_frames=1 << 30)

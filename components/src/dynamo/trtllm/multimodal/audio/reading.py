@@ -112,14 +112,16 @@ class _Mixer:
                 if resampler is not None:
                     yield from self._mixed(resampler.resample(None))
                 form = (frame.format.name, frame.layout.name, frame.sample_rate)
-                resampler = AudioResampler(format="fltp", layout=frame.layout, rate=self._rate)
+                # Packed: PyAV 18.1 writes past its memory when it copies a planar frame of eight channels.
+                resampler = AudioResampler(format="flt", layout=frame.layout, rate=self._rate)
             yield from self._mixed(resampler.resample(frame))
         if resampler is not None:
             yield from self._mixed(resampler.resample(None))
 
     def _mixed(self, frames: list[Any]) -> Iterator[NDArray[np.float32]]:
         for frame in frames:
-            mixed: NDArray[np.float32] = frame.to_ndarray().mean(axis=0, dtype=np.float32)
+            packed = frame.to_ndarray().reshape(-1, frame.layout.nb_channels)
+            mixed: NDArray[np.float32] = packed.mean(axis=1, dtype=np.float32)
             self._heard += len(mixed)
             _check_length(self._heard / self._rate, self._limits)
             yield mixed

@@ -22,6 +22,7 @@ from dynamo.trtllm.multimodal.video.timeline import Timeline, rate_of, read_time
 
 BROKEN = "the video is damaged or incomplete"
 CUT_SHORT = "the video is cut short: the file ends before it says it does"
+NOTHING = "the video holds no frame that can be decoded"
 CODECS = frozenset(
     {
         *("h264", "hevc", "mpeg4", "h263", "mpeg2video", "mjpeg", "prores", "png", "qtrle", "rawvideo"),
@@ -49,9 +50,9 @@ def read_video(
     cut = is_cut_short(data, demuxer)
     with damage_named(CUT_SHORT if cut else BROKEN):
         with opened(data, demuxer, CODECS) as container:
-            stream = _video_stream(container)
+            stream = _video_stream(container, cut)
             _check_declared(container, stream, limits)
-            timeline = read_timeline(container, stream)
+            timeline = read_timeline(container, stream, CUT_SHORT if cut else NOTHING)
             total = _total(stream, timeline, cut)
             fps = rate_of(stream, timeline)
             duration_s = max(total / fps, float(timeline.span() * stream.time_base))
@@ -62,7 +63,7 @@ def read_video(
             check_frame(codec.width, codec.height, len(indices), limits)
         known = [index for index in indices if index < len(timeline.shown)]
         with opened(data, demuxer, CODECS) as container:
-            stream = _video_stream(container)
+            stream = _video_stream(container, cut)
             chosen = ChosenFrames(stream, timeline, known, limits, allocate or _in_memory)
             frames, missing = chosen.decode(container, stream)
     lost = [known[place] for place in missing] + list(indices[len(known) :])
@@ -73,7 +74,7 @@ def read_video(
     return DecodedVideo(digest_of(data, rule), frames, indices, fps, total, total / fps)
 
 
-def _video_stream(container: Any) -> Any:
+def _video_stream(container: Any, cut: bool) -> Any:
     for stream in container.streams.video:
         if has_cover_art_only(stream):
             continue
@@ -85,7 +86,7 @@ def _video_stream(container: Any) -> Any:
         return stream
     if container.streams.audio:
         raise ClientFault("the file holds sound and no video; send it as audio_url")
-    raise ClientFault("the file holds no video")
+    raise ClientFault(CUT_SHORT if cut else "the file holds no video")
 
 
 def _check_declared(container: Any, stream: Any, limits: VideoLimits) -> None:

@@ -60,9 +60,9 @@ def packets_of(container: Any, stream: Any) -> Iterator[Any]:
             yield packet
 
 
-def read_timeline(container: Any, stream: Any) -> Timeline:
-    """Read all packets. Raises `LimitFault` for too many of them,
-    and `ClientFault` where none can be shown."""
+def read_timeline(container: Any, stream: Any, nothing: str) -> Timeline:
+    """Read all packets. Raises `LimitFault` for too many of them, and `ClientFault` of `nothing` where none
+    can be shown."""
     from av.error import FFmpegError
 
     shown: list[Shown] = []
@@ -88,7 +88,7 @@ def read_timeline(container: Any, stream: Any) -> Timeline:
         else:
             is_whole = True
     if not shown:
-        raise ClientFault("the video holds no frame that can be decoded")
+        raise ClientFault(nothing)
     return Timeline(tuple(sorted(shown)), tuple(keyframes), is_whole)
 
 
