@@ -5,9 +5,11 @@
 #
 # Environment of this script
 #   AGG_ENGINE_ARGS           YAML file of engine arguments
-#   AGG_CUDA_VISIBLE_DEVICES  GPUs of the worker; `0,1;2,3` gives 0,1 to the first worker and 2,3 to the second
+#   AGG_CUDA_VISIBLE_DEVICES  GPUs of the worker; `0,1;2,3` gives 0,1 to the first worker and 2,3 to the
+#                             second
 #   NUM_AGG_WORKERS           how many workers (default 1)
-# Without MODEL_PATH it serves the text model Qwen/Qwen3-0.6B; with MODEL_PATH, MODALITY is multimodal unless set.
+# Without MODEL_PATH it serves the text model Qwen/Qwen3-0.6B;
+# with MODEL_PATH, MODALITY is multimodal unless set.
 set -euo pipefail
 # shellcheck source=launch/lib/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Sets up .venv, starts the demo model on the portable engine behind Dynamo's frontend, asks one question about a picture or a clip,
-# prints the answer, and ends what it started. Needs python3 and git only; the first run downloads packages.
+# Sets up .venv, starts the demo model on the portable engine behind Dynamo's frontend, asks one question
+# about a picture or a clip, prints the answer, and ends what it started. Needs python3 and git only; the
+# first run downloads packages.
 #
 # usage: launch/demo.sh [option...] [-- WORKER-ARG...]
 #
 # Options of this script
 #   --topology NAME       agg (default), disagg, disagg_e_pd or epd_disagg
 #   --image PATH_OR_URL   the picture (default: a drawn one)
-#   --video [PATH_OR_URL] asks about a clip instead (default: a drawn one), and shows its frames as a picture beside the answer
+#   --video [PATH_OR_URL] asks about a clip instead (default: a drawn one), and shows its frames as a picture
+#                         beside the answer
 #   --prompt TEXT         the question (default: Describe the image, or the video)
 #   --keep                goes on serving, and prints a line for curl
-# The model, its name and the engine are fixed; the port is a free one unless DYN_HTTP_PORT is set; DYNAMO_PYTHON is used as it is,
-# without a set-up. Workers may fetch from loopback and private addresses here (DYN_MM_ALLOW_INTERNAL=1), because the picture is served
-# from this machine.
+# The model, its name and the engine are fixed; the port is a free one unless DYN_HTTP_PORT is set;
+# DYNAMO_PYTHON is used as it is, without a set-up. Workers may fetch from loopback and private addresses here
+# (DYN_MM_ALLOW_INTERNAL=1), because the picture is served from this machine.
 set -euo pipefail
 # shellcheck source=launch/lib/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
@@ -28,7 +30,9 @@ while (($#)); do
         --topology | --image | --prompt)
             (($# > 1)) || launch_fail "$1 needs a value"
             if [[ $1 == --topology ]]; then demo_topology=$2; else demo_question+=("$1" "$2"); fi
-            if [[ $1 == --image && ! -f $2 && ! $2 =~ ^(https?|data): ]]; then launch_fail "--image: there is no file $2"; fi
+            if [[ $1 == --image && ! -f $2 && ! $2 =~ ^(https?|data): ]]; then
+                launch_fail "--image: there is no file $2"
+            fi
             shift
             ;;
         --video)
@@ -51,13 +55,16 @@ launch_options "${demo_others[@]}"
 unset AGG_ENGINE_ARGS PREFILL_ENGINE_ARGS DECODE_ENGINE_ARGS ENCODE_ENGINE_ARGS ENCODE_ENDPOINT
 MODEL_PATH=demo SERVED_MODEL_NAME=demo MODALITY=multimodal ENGINE=transformers
 DYN_HTTP_PORT=${DYN_HTTP_PORT:-0} DYN_HTTP_HOST=127.0.0.1
-launch_environment+=(DYN_MM_ALLOW_INTERNAL=1 DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0}")
+launch_environment+=(DYN_MM_ALLOW_INTERNAL=1)
+launch_environment+=(DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0}")
 
 $launch_dry_run || [[ -n ${DYNAMO_PYTHON-} ]] || set_up
 launch_prepare
 launch_topology "$demo_topology"
 if ! $launch_dry_run; then
-    launch_supervision+=(--log "$(mktemp "${TMPDIR:-/tmp}/dynamo-trtllm-demo-XXXXXX.log")" --since "$demo_started")
+    launch_supervision+=(--since "$demo_started")
+    launch_supervision+=(--log "$(mktemp "${TMPDIR:-/tmp}/dynamo-trtllm-demo-XXXXXX.log")")
 fi
-launch_then "$launch_python" -m dynamo.trtllm.demo.ask --url "http://127.0.0.1:$launch_port" --model demo "${demo_question[@]}"
+launch_then "$launch_python" -m dynamo.trtllm.demo.ask \
+    --url "http://127.0.0.1:$launch_port" --model demo "${demo_question[@]}"
 launch_run

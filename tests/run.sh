@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that has to pass: ruff, mypy, shellcheck and the tests. Sets up .venv first.
-# All of them run even when one fails; the exit status is that of the first failure. Arguments go to pytest, which runs two
-# files of tests at a time: `-n 4` for more, `-n 0` for one process, as --pdb and -s need it.
+# Everything that has to pass: ruff, mypy, shellcheck and the tests. Sets up .venv first. All of them run even
+# when one fails; the exit status is that of the first failure. Arguments go to pytest, which runs two files
+# of tests at a time: `-n 4` for more, `-n 0` for one process, as --pdb and -s need it.
 #
 # usage: tests/run.sh [PYTEST-ARG...]
 set -uo pipefail
@@ -29,6 +29,8 @@ check ruff check .
 check mypy
 check mypy launch/lib/supervise.py
 check shellcheck -x "${scripts[@]}"
+columns='length > 110 { print FILENAME ":" FNR ": more than 110 columns"; long = 1 } END { exit long }'
+check awk "$columns" "${scripts[@]}"
 # By whole files, in their order: what a file starts for its tests is started once.
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 exit "$status"

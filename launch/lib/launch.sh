@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# The library of the launch scripts: options, environment, one function per kind of process, and the start of a whole topology.
-# A script sources it, sets the defaults of its models, and calls `launch_main TOPOLOGY "$@"`. Processes are collected first, so that
-# --dry-run prints exactly what would run; launch/lib/supervise.py then runs them together.
+# The library of the launch scripts: options, environment, one function per kind of process, and the start of
+# a whole topology. A script sources it, sets the defaults of its models, and calls
+# `launch_main TOPOLOGY "$@"`. Processes are collected first, so that --dry-run prints exactly what would run;
+# launch/lib/supervise.py then runs them together.
 
 launch_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 launch_dry_run=false
@@ -38,8 +39,8 @@ Environment of all scripts
   MAX_FILE_SIZE_MB          largest image or embedding file
   DYN_HTTP_PORT             port of the frontend (default 8000; 0 takes a free one)
   DYN_HTTP_HOST             address of the frontend (default 0.0.0.0)
-  DYN_DISCOVERY_BACKEND     file (default, in a directory of its own, and then what the processes say to each other stays on
-                            loopback), etcd, kubernetes or mem
+  DYN_DISCOVERY_BACKEND     file (default, in a directory of its own; the processes then listen on loopback
+                            only), etcd, kubernetes or mem
   DYN_SYSTEM_PORT           status port of the first worker; each further worker takes the next one
   DYN_REQUEST_PLANE and all other variables of Dynamo are passed on as they are
   DYNAMO_PYTHON             the Python to use (default: .venv of this checkout, else python3)
@@ -56,21 +57,26 @@ launch_options() {
             --help | -h) launch_help && exit 0 ;;
             --dry-run) launch_dry_run=true ;;
             --) shift && launch_worker_args=("$@") && return ;;
-            *) launch_fail "unknown option $1 (--help lists the options; arguments for the workers go after --)" ;;
+            *)
+                launch_fail "unknown option $1" \
+                    "(--help lists the options; arguments for the workers go after --)"
+                ;;
         esac
         shift
     done
 }
 
-# launch_default_model NAME MODALITY [VARIABLE=FILE...]: what is served when MODEL_PATH is not set. The engine configurations belong to
-# that model and to TensorRT-LLM, so they are not taken with another one. Any other model is multimodal unless MODALITY says text.
+# launch_default_model NAME MODALITY [VARIABLE=FILE...]: what is served when MODEL_PATH is not set. The engine
+# configurations belong to that model and to TensorRT-LLM, so they are not taken with another one. Any other
+# model is multimodal unless MODALITY says text.
 launch_default_model() {
     MODEL_PATH=${MODEL_PATH:-$1}
     launch_known_model "$@"
     MODALITY=${MODALITY:-multimodal}
 }
 
-# launch_known_model NAME MODALITY [VARIABLE=FILE...]: what goes with a model, by its Hugging Face name or in a directory named like it.
+# launch_known_model NAME MODALITY [VARIABLE=FILE...]: what goes with a model,
+# by its Hugging Face name or in a directory named like it.
 launch_known_model() {
     local modality=$2 setting variable
     launch_serves "$1" || return 0
@@ -90,7 +96,8 @@ launch_serves() {
     [[ ${path##*/} == "${1##*/}" ]]
 }
 
-# launch_default_devices ROLE=GPUS...: GPUs of roles whose variable is not set, for TensorRT-LLM, whose workers cannot share one.
+# launch_default_devices ROLE=GPUS...: GPUs of roles whose variable is not set,
+# for TensorRT-LLM, whose workers cannot share one.
 launch_default_devices() {
     local setting variable
     [[ ${ENGINE:-tensorrt_llm} == tensorrt_llm ]] || return 0
@@ -111,8 +118,10 @@ launch_find_python() {
 }
 
 launch_require_dynamo() {
-    "$launch_python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("dynamo.frontend") is None)' 2>/dev/null ||
-        launch_fail "$launch_python has no Dynamo: run launch/lib/setup.sh, which makes .venv here, or set DYNAMO_PYTHON"
+    local search='import importlib.util, sys; sys.exit(importlib.util.find_spec("dynamo.frontend") is None)'
+    "$launch_python" -c "$search" 2>/dev/null ||
+        launch_fail "$launch_python has no Dynamo:" \
+            "run launch/lib/setup.sh, which makes .venv here, or set DYNAMO_PYTHON"
 }
 
 # Prints the path of an engine configuration. The guide writes paths from the root of Dynamo's repository
@@ -165,7 +174,8 @@ launch_worker_command() {
         launch_command+=(--extra-engine-args "$config")
     fi
     if [[ $role != decode ]]; then
-        [[ -z ${ALLOWED_LOCAL_MEDIA_PATH-} ]] || launch_command+=(--allowed-local-media-path "$ALLOWED_LOCAL_MEDIA_PATH")
+        [[ -z ${ALLOWED_LOCAL_MEDIA_PATH-} ]] ||
+            launch_command+=(--allowed-local-media-path "$ALLOWED_LOCAL_MEDIA_PATH")
         [[ -z ${MAX_FILE_SIZE_MB-} ]] || launch_command+=(--max-file-size-mb "$MAX_FILE_SIZE_MB")
     fi
 }
@@ -178,7 +188,8 @@ launch_add_worker() {
     if [[ ${!devices_variable-} =~ [^[:space:]] ]]; then
         IFS=';' read -ra devices <<<"${!devices_variable}"
         [[ -n ${devices[(index - 1) % ${#devices[@]}]} ]] ||
-            launch_fail "$devices_variable names no GPUs for $label: write 0,1 or '0,1;2,3', or leave it empty"
+            launch_fail "$devices_variable names no GPUs for $label:" \
+                "write 0,1 or '0,1;2,3', or leave it empty"
         environment+=("CUDA_VISIBLE_DEVICES=${devices[(index - 1) % ${#devices[@]}]}")
     fi
     launch_check_system_port
@@ -196,7 +207,8 @@ launch_system_port() {
 
 launch_check_system_port() {
     (($(launch_system_port) <= 32767)) ||
-        launch_fail "DYN_SYSTEM_PORT must leave a port up to 32767 to each of the workers, not '$DYN_SYSTEM_PORT'"
+        launch_fail "DYN_SYSTEM_PORT must leave a port up to 32767 to each of the workers," \
+            "not '$DYN_SYSTEM_PORT'"
 }
 
 # launch_add_workers ROLE COUNT_VARIABLE
@@ -208,19 +220,22 @@ launch_add_workers() {
     done
 }
 
-# launch_require_port NAME LEAST MOST: refuses a variable that is set to no port. Kubernetes sets NAME_PORT=tcp://... for a service NAME.
+# launch_require_port NAME LEAST MOST: refuses a variable that is set to no port.
+# Kubernetes sets NAME_PORT=tcp://... for a service NAME.
 launch_require_port() {
     local name=$1 least=$2 most=$3 value=${!1-} none='' advice=''
     [[ -n $value ]] || return 0
     if [[ $value =~ ^(0|-?[1-9][0-9]{0,4})$ ]] && ((value >= least && value <= most)); then return 0; fi
     ((least >= 0)) || none=', or -1 for none'
     [[ $value != tcp://* ]] || advice=' (Kubernetes sets it so for a service of that name: set it yourself)'
-    launch_fail "$name must be a port number from $((least > 0 ? least : 0)) to $most$none, not '$value'$advice"
+    launch_fail "$name must be a port number from $((least > 0 ? least : 0)) to $most$none," \
+        "not '$value'$advice"
 }
 
 launch_require_seconds() {
     local value=${!1-}
-    [[ -z $value || $value =~ ^[0-9]+(\.[0-9]+)?$ ]] || launch_fail "$1 must be a number of seconds, not '$value'"
+    [[ -z $value || $value =~ ^[0-9]+(\.[0-9]+)?$ ]] ||
+        launch_fail "$1 must be a number of seconds, not '$value'"
 }
 
 # What every process needs, before the first is added.
@@ -236,8 +251,10 @@ launch_prepare() {
     launch_require_seconds LAUNCH_GRACE_S
     launch_port=${DYN_HTTP_PORT:-8000}
     if ((launch_port == 0)); then
-        launch_port=$("$launch_python" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])' 2>/dev/null) ||
-            launch_fail "$launch_python cannot be run: run launch/lib/setup.sh, which makes .venv here, or set DYNAMO_PYTHON"
+        local free='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+        launch_port=$("$launch_python" -c "$free" 2>/dev/null) ||
+            launch_fail "$launch_python cannot be run:" \
+                "run launch/lib/setup.sh, which makes .venv here, or set DYNAMO_PYTHON"
     fi
 
     # .venv has this checkout's package; another Python, for instance of a container, may have ai-dynamo only.
@@ -264,7 +281,8 @@ launch_prepare() {
     fi
 }
 
-# The processes of a topology. An ENCODE_ENDPOINT left over from another topology must not make a worker wait for an encoder.
+# The processes of a topology. An ENCODE_ENDPOINT left over from another
+# topology must not make a worker wait for an encoder.
 launch_topology() {
     local topology=$1
     if [[ $topology == disagg_e_pd || $topology == epd_disagg ]]; then
@@ -276,7 +294,10 @@ launch_topology() {
     launch_add_frontend
     case $topology in
         agg) launch_add_workers agg NUM_AGG_WORKERS ;;
-        disagg) launch_add_workers prefill NUM_PREFILL_WORKERS && launch_add_workers decode NUM_DECODE_WORKERS ;;
+        disagg)
+            launch_add_workers prefill NUM_PREFILL_WORKERS
+            launch_add_workers decode NUM_DECODE_WORKERS
+            ;;
         disagg_e_pd) launch_add_workers encode NUM_ENCODE_WORKERS && launch_add_workers agg NUM_AGG_WORKERS ;;
         epd_disagg)
             launch_add_workers encode NUM_ENCODE_WORKERS

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Ends job steps that one run of a multi-node script started. Other steps of the job, and the job itself, stay.
+# Ends job steps that one run of a multi-node script started.
+# Other steps of the job, and the job itself, stay.
 #
-# usage: end_steps.sh JOB RUN LABEL...  asks the steps of these processes to end, by SIGTERM to their tasks. srun itself must not get
-#                                       that signal: it kills its tasks at once.
+# usage: end_steps.sh JOB RUN LABEL...  asks the steps of these processes to end, by SIGTERM to their tasks.
+#                                       srun itself must not get that signal: it kills its tasks at once.
 #        end_steps.sh JOB RUN           ends all steps of the run, and returns when none of them is left
 set -euo pipefail
 job=$1 run=$2

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# The library of the Slurm scripts: the allocation, containers, one srun job per process, and the start of all of them together by
-# launch/lib/supervise.py. Built on launch/lib/launch.sh, which a script must not use for anything else after sourcing this.
+# The library of the Slurm scripts: the allocation, containers, one srun job per process, and the start of all
+# of them together by launch/lib/supervise.py. Built on launch/lib/launch.sh, which a script must not use for
+# anything else after sourcing this.
 
 multinode_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=launch/lib/launch.sh
@@ -19,8 +20,8 @@ launch_help() {
     sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0"
     cat <<'HELP'
 
-Run it inside an allocation (salloc, or sbatch --wrap), on the head node or where its HEAD_NODE_IP is reachable. Ctrl-C or SIGTERM
-end what it started and nothing else; the allocation stays.
+Run it inside an allocation (salloc, or sbatch --wrap), on the head node or where its HEAD_NODE_IP is
+reachable. Ctrl-C or SIGTERM end what it started and nothing else; the allocation stays.
 
 Options
   --help     this text
@@ -29,11 +30,13 @@ Options
 
 Environment of all multi-node scripts
   IMAGE                     container image (Pyxis); without it the jobs run on the nodes as they are
-  MOUNTS                    HOST:CONTAINER pairs with commas between them; this checkout is added when none of them has it
+  MOUNTS                    HOST:CONTAINER pairs with commas between them; this checkout is added when none of
+                            them has it
   MODEL_PATH                a directory that every node sees, a Hugging Face name, or the word demo
   SERVED_MODEL_NAME         the name in requests (default: MODEL_PATH)
   MODALITY                  text or multimodal
-  ENGINE                    tensorrt_llm (default), transformers or double; only the first can have workers of several nodes
+  ENGINE                    tensorrt_llm (default), transformers or double; only the first can have workers of
+                            several nodes
   NUM_GPUS_PER_NODE         ranks of a worker on each of its nodes (TensorRT-LLM; default 4)
   ALLOWED_LOCAL_MEDIA_PATH  directory of embedding and image files that requests may name by file://
   MAX_FILE_SIZE_MB          largest image or embedding file
@@ -42,13 +45,16 @@ Environment of all multi-node scripts
   DYN_HTTP_PORT             port of the frontend (default 8000)
   DYN_HTTP_HOST             address that the frontend listens on (default 0.0.0.0)
   DYN_SYSTEM_PORT           status port of the first worker; each further worker takes the next one
-  UCX_*, DYN_* and all other variables are passed on; UCX_* also to rank 0, from which trtllm-llmapi-launch takes them
-  DYNAMO_PYTHON             the Python of the jobs (default: .venv of this checkout, else python3; in a container python3)
+  UCX_*, DYN_* and all other variables are passed on; UCX_* also to rank 0, from which trtllm-llmapi-launch
+                            takes them
+  DYNAMO_PYTHON             the Python of the jobs (default: .venv of this checkout, else python3;
+                            in a container python3)
   SRUN_ARGS                 further options of srun, for instance --gres=gpu:4
   LAUNCH_READY_TIMEOUT_S    longest wait for the model to be listed (default 1800)
   LAUNCH_GRACE_S            time that processes get to end before they are killed (default 15)
 Exported to the jobs: HEAD_NODE, HEAD_NODE_IP, ETCD_ENDPOINTS, NATS_SERVER.
-Paths of engine configurations may be relative to the current directory or to this checkout, or be paths of the container.
+Paths of engine configurations may be relative to the current directory or to this checkout, or be paths of
+the container.
 HELP
 }
 
@@ -87,11 +93,13 @@ multinode_find_config() {
     elif multinode_is_mounted "$path"; then
         echo "$path"
     elif found=$(launch_find_config "$name" "$path" 2>/dev/null); then
-        multinode_to_container "$found" || launch_fail "$name: no pair of MOUNTS brings $found into the container"
+        multinode_to_container "$found" ||
+            launch_fail "$name: no pair of MOUNTS brings $found into the container"
     elif [[ $path == /* ]]; then
         echo "$path"
     else
-        launch_fail "$name: there is no file $path in $launch_root, and in the container it would need a path from /"
+        launch_fail "$name: there is no file $path in $launch_root," \
+            "and in the container it would need a path from /"
     fi
 }
 
@@ -101,7 +109,8 @@ multinode_count() {
     [[ ${!1} =~ ^[1-9][0-9]{0,3}$ ]] || launch_fail "$1 must be a whole number of at least 1, not '${!1}'"
 }
 
-# multinode_allocation WANTED WHY: sets multinode_nodes and HEAD_NODE from the allocation, which must have so many nodes.
+# multinode_allocation WANTED WHY: sets multinode_nodes and HEAD_NODE from the allocation,
+# which must have so many nodes.
 multinode_allocation() {
     local wanted=$1 why=$2 index nodelist
     if [[ -z ${SLURM_JOB_ID-} ]]; then
@@ -110,8 +119,10 @@ multinode_allocation() {
         SLURM_JOB_ID=JOB
         for ((index = 1; index <= wanted; index++)); do multinode_nodes+=("node$index"); done
     else
-        command -v srun scontrol squeue scancel >/dev/null || launch_fail "Slurm's commands (srun, scontrol, squeue, scancel) are not on PATH"
-        nodelist=$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=RUNNING --format=%N 2>/dev/null) || nodelist=
+        command -v srun scontrol squeue scancel >/dev/null ||
+            launch_fail "Slurm's commands (srun, scontrol, squeue, scancel) are not on PATH"
+        nodelist=$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=RUNNING --format=%N 2>/dev/null) ||
+            nodelist=
         [[ -n $nodelist ]] || launch_fail "job $SLURM_JOB_ID is not running: make a new allocation"
         mapfile -t multinode_nodes < <(scontrol show hostnames "$nodelist")
     fi
@@ -150,10 +161,12 @@ multinode_image() {
     multinode_container=("--container-image=$IMAGE" "--container-mounts=$mounts")
 }
 
-# multinode_prepare WANTED WHY: what every job needs; WANTED nodes are for workers. The Python of the supervisor, here, is not that of the jobs when those run in a container.
+# multinode_prepare WANTED WHY: what every job needs; WANTED nodes are for workers.
+# The Python of the supervisor, here, is not that of the jobs when those run in a container.
 multinode_prepare() {
     local python=${DYNAMO_PYTHON-} setting
-    [[ ${DYN_DISCOVERY_BACKEND:-etcd} == etcd ]] || launch_fail "DYN_DISCOVERY_BACKEND must be etcd: the nodes meet there"
+    [[ ${DYN_DISCOVERY_BACKEND:-etcd} == etcd ]] ||
+        launch_fail "DYN_DISCOVERY_BACKEND must be etcd: the nodes meet there"
     DYN_DISCOVERY_BACKEND=etcd
     [[ -z ${IMAGE-} ]] || DYNAMO_PYTHON=
     launch_require_port ETCD_PORT 1 65535
@@ -165,7 +178,8 @@ multinode_prepare() {
     multinode_allocation "$@"
     multinode_head_address
     export HEAD_NODE HEAD_NODE_IP
-    export ETCD_ENDPOINTS=http://$HEAD_NODE_IP:${ETCD_PORT:-2379} NATS_SERVER=nats://$HEAD_NODE_IP:${NATS_PORT:-4222}
+    export ETCD_ENDPOINTS=http://$HEAD_NODE_IP:${ETCD_PORT:-2379}
+    export NATS_SERVER=nats://$HEAD_NODE_IP:${NATS_PORT:-4222}
 
     # In the command and not in srun's environment: variables of an image would win over those.
     for setting in "${launch_environment[@]}"; do
@@ -173,24 +187,28 @@ multinode_prepare() {
         multinode_environment+=("$setting")
     done
     [[ -z ${IMAGE-} ]] || multinode_environment+=("PYTHONPATH=$multinode_root/components/src")
-    multinode_environment+=("HEAD_NODE=$HEAD_NODE" "HEAD_NODE_IP=$HEAD_NODE_IP" "ETCD_ENDPOINTS=$ETCD_ENDPOINTS")
-    multinode_environment+=("NATS_SERVER=$NATS_SERVER" PYTHONUNBUFFERED=1)
+    multinode_environment+=("HEAD_NODE=$HEAD_NODE" "HEAD_NODE_IP=$HEAD_NODE_IP")
+    multinode_environment+=("ETCD_ENDPOINTS=$ETCD_ENDPOINTS" "NATS_SERVER=$NATS_SERVER" PYTHONUNBUFFERED=1)
     launch_environment=()
 }
 
-# multinode_add LABEL NODES RANKS MPI WORD...: one job step of RANKS tasks on each of NODES (commas between them); WORDs are start.sh's.
+# multinode_add LABEL NODES RANKS MPI WORD...: one job step of RANKS tasks on each
+# of NODES (commas between them); WORDs are start.sh's.
 multinode_add() {
     local label=$1 nodes=$2 ranks=$3 mpi=$4 names further
     shift 4
     IFS=, read -ra names <<<"$nodes"
     read -ra further <<<"${SRUN_ARGS-}"
-    launch_add "$label" srun "--jobid=$SLURM_JOB_ID" "--job-name=$multinode_run-$label" --overlap --export=ALL \
-        "--nodelist=$nodes" "--nodes=${#names[@]}" "--ntasks=$((${#names[@]} * ranks))" "--ntasks-per-node=$ranks" "--mpi=$mpi" \
+    launch_add "$label" srun "--jobid=$SLURM_JOB_ID" "--job-name=$multinode_run-$label" \
+        --overlap --export=ALL \
+        "--nodelist=$nodes" "--nodes=${#names[@]}" \
+        "--ntasks=$((${#names[@]} * ranks))" "--ntasks-per-node=$ranks" "--mpi=$mpi" \
         --label --kill-on-bad-exit=1 --wait=30 "${multinode_container[@]}" "${further[@]}" \
         env "${multinode_environment[@]}" bash "$multinode_root/launch/multinode/start.sh" "$@"
 }
 
-# etcd, NATS and the frontend on the head node. The services outlive the rest, so that workers can take their leave.
+# etcd, NATS and the frontend on the head node.
+# The services outlive the rest, so that workers can take their leave.
 multinode_add_head() {
     local frontend=("$launch_python" -m dynamo.frontend --http-port "$launch_port")
     [[ -z ${DYN_HTTP_HOST-} ]] || frontend+=(--http-host "$DYN_HTTP_HOST")
@@ -202,7 +220,8 @@ multinode_add_head() {
     launch_supervision+=(--outlive etcd --outlive nats)
 }
 
-# Refuses an engine configuration whose parallelism does not fill the worker's ranks: its ranks would wait for each other for ever.
+# Refuses an engine configuration whose parallelism does not fill the worker's ranks:
+# its ranks would wait for each other for ever.
 multinode_check_ranks() {
     local role=$1 ranks=$2 variable=${1^^}_ENGINE_ARGS path tensor pipeline
     path=${!variable-}
@@ -212,7 +231,8 @@ multinode_check_ranks() {
     pipeline=$(sed -n 's/^pipeline_parallel_size: *\([0-9]*\).*/\1/p' "$path")
     tensor=${tensor:-1} pipeline=${pipeline:-1}
     ((tensor * pipeline == ranks)) ||
-        launch_fail "$path is for $((tensor * pipeline)) GPUs (tensor_parallel_size $tensor, pipeline_parallel_size $pipeline)," \
+        launch_fail "$path is for $((tensor * pipeline)) GPUs" \
+            "(tensor_parallel_size $tensor, pipeline_parallel_size $pipeline)," \
             "and a $role worker gets $ranks (nodes times NUM_GPUS_PER_NODE)"
 }
 
@@ -236,12 +256,15 @@ multinode_add_workers() {
     done
 }
 
-# multinode_require_single_nodes NAME...: counts of nodes per worker. Workers of several nodes need MPI, which only TensorRT-LLM uses.
+# multinode_require_single_nodes NAME...: counts of nodes per worker.
+# Workers of several nodes need MPI, which only TensorRT-LLM uses.
 multinode_require_single_nodes() {
     local name
     [[ ${ENGINE:-tensorrt_llm} != tensorrt_llm ]] || return 0
     for name in "$@"; do
-        ((${!name} == 1)) || launch_fail "$name must be 1 with ENGINE=$ENGINE: only TensorRT-LLM makes one worker of several nodes"
+        ((${!name} == 1)) ||
+            launch_fail "$name must be 1 with ENGINE=$ENGINE:" \
+                "only TensorRT-LLM makes one worker of several nodes"
     done
 }
 
@@ -253,7 +276,8 @@ multinode_launch() {
     fi
     [[ -n ${IMAGE-} ]] || launch_require_dynamo
     exec "$multinode_python" "$launch_root/launch/lib/supervise.py" \
-        --url "http://$HEAD_NODE_IP:$launch_port" --model "$(launch_model_name)" --instances "$launch_workers" \
+        --url "http://$HEAD_NODE_IP:$launch_port" --model "$(launch_model_name)" \
+        --instances "$launch_workers" \
         --ready-timeout "${LAUNCH_READY_TIMEOUT_S:-1800}" --grace "${LAUNCH_GRACE_S:-15}" \
         --stop 4 bash "$multinode_folder/end_steps.sh" "$SLURM_JOB_ID" "$multinode_run" \
         --finally 4 bash "$multinode_folder/end_steps.sh" "$SLURM_JOB_ID" "$multinode_run" \

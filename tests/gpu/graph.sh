@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The whole graph on one NVIDIA GPU: the tests of this folder, then a random model of Qwen2-VL-7B's shape served in every topology
-# and measured through Dynamo's frontend. Writes RESULTS.md, results.png, results.json and the logs. Takes about 9 minutes.
+# The whole graph on one NVIDIA GPU: the tests of this folder, then a random model of Qwen2-VL-7B's shape
+# served in every topology and measured through Dynamo's frontend. Writes RESULTS.md, results.png,
+# results.json and the logs. Takes about 9 minutes.
 #
 # usage: tests/gpu/graph.sh [--parts DIR] [--site DIR] [--work DIR] [--only unpack|tests|serving] [OUT]
 #
-#   --parts DIR  parts that tests/gpu/pack.sh made, for a machine without a package registry; they go to --site. On a machine where
-#                the project and the extra `portable` are installed, leave it out
+#   --parts DIR  parts that tests/gpu/pack.sh made, for a machine without a package registry; they go to
+#                --site. On a machine where the project and the extra `portable` are installed, leave it out
 #   --site DIR   where the parts are unpacked (WORK/site)
 #   --work DIR   for the model, 17 GB, kept for the next run (TMPDIR/gpu-graph)
 #   --only WHAT  one step; `unpack` may be called once for each part, for machines that take them in turns
@@ -55,12 +56,14 @@ cd "$root"
 failed=0
 if wants tests; then
     # Warnings are errors where the locked versions are installed; this machine may have others.
-    python3 -m pytest tests/gpu/test_portable_cuda.py tests/gpu/test_transfer_cuda.py tests/gpu/test_topologies_cuda.py \
+    python3 -m pytest \
+        tests/gpu/test_portable_cuda.py tests/gpu/test_transfer_cuda.py tests/gpu/test_topologies_cuda.py \
         -W ignore -p no:cacheprovider -q --tb=short 2>&1 | tee "$out/tests.log" || failed=1
     tail -n 1 "$out/tests.log" >"$out/tests.txt"
 fi
 if wants serving; then
-    [[ -f $work/model/config.json && -n $(find "$work/model" -name '*.index.json') ]] || python3 tests/gpu/model.py "$work/model"
+    [[ -f $work/model/config.json && -n $(find "$work/model" -name '*.index.json') ]] ||
+        python3 tests/gpu/model.py "$work/model"
     python3 tests/gpu/serving.py "$work/model" "$out/results.json" 2>&1 | tee "$out/serving.log"
     [[ -f $out/tests.txt ]] || echo "not run" >"$out/tests.txt"
     python3 tests/gpu/results.py "$out/results.json" "$out/tests.txt" "$out"

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Packs what tests/gpu/graph.sh needs beside PyTorch, for a GPU machine that reaches no package registry: this checkout, Dynamo with
-# its runtime, NIXL with UCX, Transformers and what else that machine lacks. Runs here, with uv, pip, unzip, strip and xz.
+# Packs what tests/gpu/graph.sh needs beside PyTorch, for a GPU machine that reaches no package registry: this
+# checkout, Dynamo with its runtime, NIXL with UCX, Transformers and what else that machine lacks. Runs here,
+# with uv, pip, unzip, strip and xz.
 #
 # usage: tests/gpu/pack.sh [--python VERSION] [--cuda 12|13] [--have FILE] [--limit MB] OUT
 #
 #   --python VERSION  that machine's Python (3.12)
 #   --cuda 12|13      the CUDA release of its PyTorch (13)
-#   --have FILE       what it has already, as `python3 -m pip list --format=freeze` prints it there; without it, only PyTorch is
-#                     taken to be there
+#   --have FILE       what it has already, as `python3 -m pip list --format=freeze` prints it there; without
+#                     it, only PyTorch is taken to be there
 #   --limit MB        the largest size of a part (58)
-#   OUT               folder for part-1.tar.xz, part-2.tar.xz and so on; bring them there and give them to graph.sh --parts
+#   OUT               folder for part-1.tar.xz, part-2.tar.xz and so on; bring them there and give them to
+#                     graph.sh --parts
 set -euo pipefail
 
 python=3.12 cuda=13 have=/dev/null limit=58 out=
@@ -32,23 +34,28 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work"/{wheels,runtime,nixl,rest,own}
 
-# Which packages: the machine's own versions wherever they satisfy pyproject.toml, since uv prefers what its output file names.
+# Which packages: the machine's own versions wherever they satisfy pyproject.toml,
+# since uv prefers what its output file names.
 grep -E '^[A-Za-z0-9._-]+==' "$have" >"$work/pins" || true
 cp "$work/pins" "$work/had"
 printf 'pytest-asyncio>=1.2\npytest>=9\nmatplotlib\nrich\n' >"$work/tests.in"
-uv pip compile pyproject.toml "$work/tests.in" --extra portable --python-version "$python" --python-platform x86_64-manylinux_2_28 \
-    --no-annotate --no-header --no-emit-index-url --no-emit-find-links --quiet --output-file "$work/pins" >/dev/null
+uv pip compile pyproject.toml "$work/tests.in" --extra portable \
+    --python-version "$python" --python-platform x86_64-manylinux_2_28 \
+    --no-annotate --no-header --no-emit-index-url --no-emit-find-links --quiet \
+    --output-file "$work/pins" >/dev/null
 normal() { sed 's/ *;.*//; s/+[^=]*$//' "$1" | tr 'A-Z_' 'a-z-' | sort; }
-# Left out: PyTorch and its own, which must match that machine's driver; the planner's Kubernetes client; video decoding; the NIXL of
-# the other CUDA.
+# Left out: PyTorch and its own, which must match that machine's driver; the planner's Kubernetes client;
+# video decoding; the NIXL of the other CUDA.
 comm -23 <(normal "$work/pins") <(normal "$work/had") |
-    grep -vE "^(torch|torchvision|triton|nvidia-.*|cuda-.*|kubernetes|google-auth|oauthlib|requests-oauthlib|durationpy|pyasn1.*|av)==" |
+    grep -vE "^(torch|torchvision|triton|nvidia-.*|cuda-.*|av)==" |
+    grep -vE "^(kubernetes|google-auth|oauthlib|requests-oauthlib|durationpy|pyasn1.*)==" |
     grep -vE "^(aisimulate|nixl-cu$((cuda == 13 ? 12 : 13)))==" >"$work/wanted"
 echo "packages to bring: $(tr '\n' ' ' <"$work/wanted")"
 platforms=()
 for glibc in 5 12 17 24 26 27 28 31 34; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
-python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version "$python" --implementation cp "${platforms[@]}" \
-    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --dest "$work/wheels" --requirement "$work/wanted"
+platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
+python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version "$python" --implementation cp \
+    "${platforms[@]}" --dest "$work/wheels" --requirement "$work/wanted"
 
 for wheel in "$work"/wheels/*.whl; do
     case $(basename "$wheel") in
@@ -76,5 +83,8 @@ done
 for part in "$out"/part-*.tar.xz; do
     size=$(($(stat -c %s "$part") / 1000000))
     echo "$part: $size MB"
-    ((size < limit)) || { echo "it is above the limit of $limit MB; name what that machine has with --have" >&2; exit 1; }
+    if ((size >= limit)); then
+        echo "it is above the limit of $limit MB; name what that machine has with --have" >&2
+        exit 1
+    fi
 done

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs what the multi-node tests need: Debian's slurmctld, slurmd, slurm-client, munge and PMIx. Does nothing when they are there.
-# Nothing is started: the tests start their own daemons, in a folder of their own. Needs root and apt-get.
+# Installs what the multi-node tests need: Debian's slurmctld, slurmd, slurm-client, munge and PMIx. Does
+# nothing when they are there. Nothing is started: the tests start their own daemons, in a folder of their
+# own. Needs root and apt-get.
 set -euo pipefail
 
 policy=/usr/sbin/policy-rc.d
