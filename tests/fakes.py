@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from dynamo.trtllm.errors import EngineDead
-from dynamo.trtllm.frontend.endpoint import Egress, Handler
+from dynamo.trtllm.frontend.endpoint import EndpointServer, Handler
 from dynamo.trtllm.frontend.response import Chunk, to_chunk
 
 MAX_TURNS = 10_000
@@ -98,10 +98,10 @@ def replies(*items: Any) -> Answer:
 def served_by(handler: Handler) -> Answer:
     """An instance that is one of our workers: requests and replies are JSON,
     errors are Dynamo's, as on the network."""
-    egress = Egress(handler, on_dead=ignore_death, push=False)
+    server = EndpointServer(handler, on_dead=ignore_death, push=False)
 
     async def answer(request: Mapping[str, Any], context: FakeContext | None) -> AsyncGenerator[Any, None]:
-        chunks = egress.serve(json.loads(json.dumps(request)), context or FakeContext())
+        chunks = server.serve(json.loads(json.dumps(request)), context or FakeContext())
         async for chunk in chunks:
             yield json.loads(json.dumps(chunk))
 
@@ -109,7 +109,7 @@ def served_by(handler: Handler) -> Answer:
 
 
 def ignore_death(error: EngineDead) -> None:
-    """For `Egress(on_dead=...)` where no engine dies."""
+    """For `EndpointServer(on_dead=...)` where no engine dies."""
 
 
 async def answered(

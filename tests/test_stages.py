@@ -13,7 +13,7 @@ from dynamo.trtllm import metrics, stages
 from dynamo.trtllm.core import Context
 from dynamo.trtllm.errors import ClientFault, EngineFault
 from dynamo.trtllm.frontend import endpoint
-from dynamo.trtllm.frontend.endpoint import DIRECT_CHUNKS, Egress
+from dynamo.trtllm.frontend.endpoint import DIRECT_CHUNKS, EndpointServer
 from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.metrics import BUCKETS_S, REQUEST_DURATION, STAGE_DURATION, TIME_TO_FIRST_TOKEN, Stage
 from dynamo.trtllm.stages import measure_until_first_output, measured, waited_for_the_engine
@@ -62,19 +62,19 @@ class Staged:
 async def nothing(clock: Clock) -> None: ...
 
 
-def egress_of(clock: Clock, work: Work, count: int = 1) -> Egress:
-    return Egress(Staged(clock, work, count), on_dead=ignore_death)
+def server_of(clock: Clock, work: Work, count: int = 1) -> EndpointServer:
+    return EndpointServer(Staged(clock, work, count), on_dead=ignore_death)
 
 
-def ask(egress: Egress, sender: FakeSender | None = None) -> AsyncGenerator[Chunk, None]:
-    return egress.serve({}, FakeContext(), response_sender=sender)
+def ask(server: EndpointServer, sender: FakeSender | None = None) -> AsyncGenerator[Chunk, None]:
+    return server.serve({}, FakeContext(), response_sender=sender)
 
 
-def told(egress: Egress) -> dict[tuple[str, ...], tuple[int, float]]:
+def told(server: EndpointServer) -> dict[tuple[str, ...], tuple[int, float]]:
     """Count and sum of each distribution, by its metric's short name and labels."""
     return {
         (series.metric.name.removeprefix("dynamo_trtllm_"), *series.labels): (sum(each.counts), each.sum_s)
-        for series, each in egress.durations.readings().items()
+        for series, each in server.durations.readings().items()
     }
 
 
@@ -93,13 +93,13 @@ async def test_a_request_has_its_queue_its_stages_its_first_output_and_its_whole
         measure_until_first_output(Stage.PREFILL)
         clock.pass_s(32.0)
 
-    egress = egress_of(clock, work, count=3)
-    asked = ask(egress, sender)
+    server = server_of(clock, work, count=3)
+    asked = ask(server, sender)
     if sender is not None:
         clock.pass_s(2.0)  # between the call and the task's first turn
     await collect(asked)
     arrival_s = 2.0 if sender is not None else 0.0
-    assert told(egress) == {
+    assert told(server) == {
         ("request_duration_seconds", "completed"): (1, arrival_s + 63.0),
         ("time_to_first_token_seconds", "completed"): (1, arrival_s + 61.0),
         ("stage_duration_seconds", "queue", "completed"): (1, arrival_s),
@@ -125,9 +125,9 @@ async def test_media_that_are_decoded_side_by_side_count_once(clock: Clock) -> N
         release.set()
         await asyncio.gather(*tasks)
 
-    egress = egress_of(clock, work)
-    await collect(ask(egress, FakeSender()))
-    assert told(egress)["stage_duration_seconds", "media_decode", "completed"] == (1, 4.0)
+    server = server_of(clock, work)
+    await collect(ask(server, FakeSender()))
+    assert told(server)["stage_duration_seconds", "media_decode", "completed"] == (1, 4.0)
 
 
 @pytest.mark.asyncio
@@ -137,10 +137,10 @@ async def test_waiting_in_the_engine_is_queue_and_not_prefill(clock: Clock) -> N
             clock.pass_s(8.0)
         waited_for_the_engine(2.0)
 
-    egress = egress_of(clock, work)
-    await collect(ask(egress, FakeSender()))
-    assert told(egress)["stage_duration_seconds", "queue", "completed"] == (1, 2.0)
-    assert told(egress)["stage_duration_seconds", "prefill", "completed"] == (1, 6.0)
+    server = server_of(clock, work)
+    await collect(ask(server, FakeSender()))
+    assert told(server)["stage_duration_seconds", "queue", "completed"] == (1, 2.0)
+    assert told(server)["stage_duration_seconds", "prefill", "completed"] == (1, 6.0)
 
 
 @pytest.mark.asyncio
@@ -159,9 +159,9 @@ async def test_stages_of_a_request_that_fails_are_told_apart_and_there_is_no_fir
         clock.pass_s(8.0)
         raise error
 
-    egress = egress_of(clock, work)
-    await outcome(collect(ask(egress, FakeSender())))
-    assert told(egress) == {
+    server = server_of(clock, work)
+    await outcome(collect(ask(server, FakeSender())))
+    assert told(server) == {
         ("request_duration_seconds", ended): (1, 12.0),
         ("stage_duration_seconds", "queue", ended): (1, 0.0),
         ("stage_duration_seconds", "fetch", ended): (1, 4.0),
@@ -179,13 +179,13 @@ async def test_a_stage_that_a_client_left_ends_with_its_request(clock: Clock) ->
             entered.set()
             await asyncio.Event().wait()
 
-    egress = egress_of(clock, work)
+    server = server_of(clock, work)
     context = FakeContext()
-    task = asyncio.create_task(outcome(collect(egress.serve({}, context, response_sender=FakeSender()))))
+    task = asyncio.create_task(outcome(collect(server.serve({}, context, response_sender=FakeSender()))))
     await entered.wait()
     context.stop_generating()
     await task
-    assert told(egress)["stage_duration_seconds", "fetch", "cancelled"] == (1, 4.0)
+    assert told(server)["stage_duration_seconds", "fetch", "cancelled"] == (1, 4.0)
 
 
 @pytest.mark.asyncio
@@ -200,14 +200,14 @@ async def test_requests_that_run_at_once_keep_their_times_apart(clock: Clock) ->
             entered.append(number)
             await gates[number].wait()
 
-    egress = egress_of(clock, work)
-    tasks = [asyncio.create_task(collect(ask(egress, FakeSender()))) for _ in range(2)]
+    server = server_of(clock, work)
+    tasks = [asyncio.create_task(collect(ask(server, FakeSender()))) for _ in range(2)]
     await until(lambda: len(entered) == 2)
     for gate, task in zip(gates, tasks, strict=True):
         clock.pass_s(4.0)
         gate.set()
         await task
-    found = told(egress)
+    found = told(server)
     assert found["stage_duration_seconds", "encode", "completed"] == (1, 4.0)
     assert found["stage_duration_seconds", "fetch", "completed"] == (
         1,
@@ -220,21 +220,21 @@ async def test_outside_of_a_request_nothing_is_measured(clock: Clock) -> None:
     with measured(Stage.FETCH):
         measure_until_first_output(Stage.PREFILL)
         waited_for_the_engine(1.0)
-    egress = egress_of(clock, nothing)
-    await collect(ask(egress, FakeSender()))
-    assert ("stage_duration_seconds", "fetch", "completed") not in told(egress)
+    server = server_of(clock, nothing)
+    await collect(ask(server, FakeSender()))
+    assert ("stage_duration_seconds", "fetch", "completed") not in told(server)
     with measured(Stage.FETCH):
         clock.pass_s(4.0)
-    assert ("stage_duration_seconds", "fetch", "completed") not in told(egress)
+    assert ("stage_duration_seconds", "fetch", "completed") not in told(server)
 
 
 @pytest.mark.asyncio
 async def test_a_long_answer_is_one_observation_of_each(clock: Clock) -> None:
-    egress, sender = egress_of(clock, nothing, count=DIRECT_CHUNKS + 10), FakeSender()
-    await collect(ask(egress, sender))
+    server, sender = server_of(clock, nothing, count=DIRECT_CHUNKS + 10), FakeSender()
+    await collect(ask(server, sender))
     assert len(sender.chunks) == DIRECT_CHUNKS + 10
-    assert told(egress)["time_to_first_token_seconds", "completed"] == (1, 1.0)
-    assert told(egress)["request_duration_seconds", "completed"] == (1, DIRECT_CHUNKS + 10.0)
+    assert told(server)["time_to_first_token_seconds", "completed"] == (1, 1.0)
+    assert told(server)["request_duration_seconds", "completed"] == (1, DIRECT_CHUNKS + 10.0)
 
 
 @pytest.mark.asyncio
@@ -247,11 +247,11 @@ async def test_a_duration_falls_into_the_bucket_that_it_does_not_exceed(clock: C
         with measured(Stage.ENCODE):
             clock.now = next(durations)
 
-    egress = egress_of(clock, work)
+    server = server_of(clock, work)
     for _ in range(3):
         clock.now = 0.0
-        await collect(ask(egress, FakeSender()))
-    counts = egress.durations.readings()[STAGE_DURATION.of("encode", "completed")].counts
+        await collect(ask(server, FakeSender()))
+    counts = server.durations.readings()[STAGE_DURATION.of("encode", "completed")].counts
     assert {at: count for at, count in enumerate(counts) if count} == {2: 1, 3: 1, len(BUCKETS_S): 1}
 
 

@@ -41,7 +41,7 @@ from dynamo.trtllm.engines.tensorrt_llm import (
     submission,
     watch,
 )
-from dynamo.trtllm.engines.tensorrt_llm.encoder import ImageEncoder
+from dynamo.trtllm.engines.tensorrt_llm.encoder import EncoderThread
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.health import Health
 from dynamo.trtllm.engines.tensorrt_llm.streams import Streams
@@ -354,7 +354,7 @@ async def not_alive(self: Health) -> bool:
     return False
 
 
-async def encode_by_generate(self: ImageEncoder, images: Any) -> Any:
+async def encode_by_generate(self: EncoderThread, images: Any) -> Any:
     outputs = await asyncio.to_thread(self._encoder.generate, [self._inputs(image) for image in images])
     return [self._take(image, output) for image, output in zip(images, outputs, strict=True)]
 
@@ -508,10 +508,10 @@ ROWS: dict[str, Mutation] = {
     ),
     "11: nobody asks": Mutation(nobody_asks, audit.death_is_asked_for),
     "12: a batch is read at once": Mutation(
-        replaced(ImageEncoder, "encode", encode_by_generate), audit.images_end_alone
+        replaced(EncoderThread, "encode", encode_by_generate), audit.images_end_alone
     ),
     "12: handles of a caller that left stay closed": Mutation(
-        replaced(ImageEncoder, "_take", lambda self, image, output: None), audit.images_end_alone
+        replaced(EncoderThread, "_take", lambda self, image, output: None), audit.images_end_alone
     ),
     "13: blocks lose their salt": Mutation(
         lambda patch: patch.setattr(events.KvEvents, "take", unsalted(events.KvEvents.take)),

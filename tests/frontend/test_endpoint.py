@@ -25,7 +25,7 @@ from dynamo.trtllm.errors import (
     ShuttingDown,
 )
 from dynamo.trtllm.frontend import endpoint as module
-from dynamo.trtllm.frontend.endpoint import DIRECT_CHUNKS, CancelWatch, Egress, Outlet, StreamClosed
+from dynamo.trtllm.frontend.endpoint import DIRECT_CHUNKS, CancelWatch, EndpointServer, Outlet, StreamClosed
 from dynamo.trtllm.frontend.response import Chunk
 from fakes import FakeContext, FakeSender, cancelled, collect, ignore_death, outcome, until
 
@@ -81,12 +81,12 @@ class BlockingSender(FakeSender):
         super().send(chunk)
 
 
-def make(handler: Scripted, **options: Any) -> Egress:
-    return Egress(handler, **{"on_dead": ignore_death, **options})
+def make(handler: Scripted, **options: Any) -> EndpointServer:
+    return EndpointServer(handler, **{"on_dead": ignore_death, **options})
 
 
-async def push(egress: Egress, sender: Any, context: FakeContext | None = None) -> list[Chunk]:
-    return await collect(egress.serve({}, context or FakeContext(), response_sender=sender))
+async def push(server: EndpointServer, sender: Any, context: FakeContext | None = None) -> list[Chunk]:
+    return await collect(server.serve({}, context or FakeContext(), response_sender=sender))
 
 
 def ids(chunks: list[Chunk]) -> list[int]:
@@ -95,18 +95,18 @@ def ids(chunks: list[Chunk]) -> list[int]:
 
 @pytest.mark.asyncio
 async def test_push_sends_every_chunk_in_order_yields_nothing_and_closes() -> None:
-    egress, sender = make(Scripted(5)), FakeSender()
-    assert await push(egress, sender) == []
+    server, sender = make(Scripted(5)), FakeSender()
+    assert await push(server, sender) == []
     assert ids(sender.chunks) == [0, 1, 2, 3, 4]
     assert sender.closed
-    assert (egress.in_flight, dict(egress.outcomes)) == (0, {"completed": 1})
+    assert (server.in_flight, dict(server.outcomes)) == (0, {"completed": 1})
 
 
 @pytest.mark.asyncio
 async def test_pull_yields_every_chunk_in_order() -> None:
-    egress = make(Scripted(4))
-    assert ids(await collect(egress.serve({}, FakeContext()))) == [0, 1, 2, 3]
-    assert dict(egress.outcomes) == {"completed": 1}
+    server = make(Scripted(4))
+    assert ids(await collect(server.serve({}, FakeContext()))) == [0, 1, 2, 3]
+    assert dict(server.outcomes) == {"completed": 1}
 
 
 def test_the_parameter_that_switches_push_on_is_in_the_signature_and_only_then() -> None:
@@ -116,9 +116,9 @@ def test_the_parameter_that_switches_push_on_is_in_the_signature_and_only_then()
 
 
 def test_a_handler_that_lost_the_parameter_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrapped(self: Egress, *args: Any) -> None: ...
+    def wrapped(self: EndpointServer, *args: Any) -> None: ...
 
-    monkeypatch.setattr(Egress, "serve", wrapped)
+    monkeypatch.setattr(EndpointServer, "serve", wrapped)
     with pytest.raises(AssertionError, match="lost its response_sender"):
         make(Scripted()).endpoint_handler()
 
@@ -126,11 +126,11 @@ def test_a_handler_that_lost_the_parameter_does_not_start(monkeypatch: pytest.Mo
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sender", [FakeSender(), None], ids=["push", "pull"])
 async def test_an_answer_without_any_output_is_a_fault(sender: FakeSender | None) -> None:
-    egress = make(Scripted(0))
-    error = await outcome(collect(egress.serve({}, FakeContext(), response_sender=sender)))
+    server = make(Scripted(0))
+    error = await outcome(collect(server.serve({}, FakeContext(), response_sender=sender)))
     assert type(error) is dynamo.Unknown
     assert str(error) == "the engine ended the request without any output"
-    assert dict(egress.outcomes) == {"failed": 1}
+    assert dict(server.outcomes) == {"failed": 1}
     assert sender is None or not sender.closed
 
 
@@ -150,22 +150,22 @@ async def test_a_handlers_error_ends_the_request_as_dynamos_exception(
     error: Exception, theirs: type[BaseException], words: str, counted: str, pushed: bool
 ) -> None:
     handler = Scripted(1, error)
-    egress = make(handler)
+    server = make(handler)
     raised = await outcome(
-        collect(egress.serve({}, FakeContext(), response_sender=FakeSender() if pushed else None))
+        collect(server.serve({}, FakeContext(), response_sender=FakeSender() if pushed else None))
     )
     assert type(raised) is theirs
     assert str(raised) == words
-    assert (dict(egress.outcomes), egress.in_flight, handler.ended) == ({counted: 1}, 0, True)
+    assert (dict(server.outcomes), server.in_flight, handler.ended) == ({counted: 1}, 0, True)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("raw", [None, [], "text", 5, [["token_ids", [1]]]])
 async def test_a_request_that_is_no_object_is_refused_whatever_the_role(raw: Any) -> None:
-    egress = make(Scripted(1))
-    raised = await outcome(collect(egress.serve(raw, FakeContext(), response_sender=FakeSender())))
+    server = make(Scripted(1))
+    raised = await outcome(collect(server.serve(raw, FakeContext(), response_sender=FakeSender())))
     assert (type(raised), str(raised)) == (dynamo.InvalidArgument, "the request must be an object")
-    assert dict(egress.outcomes) == {"refused": 1}
+    assert dict(server.outcomes) == {"refused": 1}
 
 
 @pytest.mark.asyncio
@@ -195,95 +195,95 @@ async def test_a_dead_engine_is_reported_once_with_its_error() -> None:
 @pytest.mark.asyncio
 async def test_a_stream_that_the_frontend_dropped_is_a_cancellation_and_stops_the_handler() -> None:
     handler = Scripted(10)
-    egress = make(handler)
-    raised = await outcome(push(egress, FakeSender(fails_at=2)))
+    server = make(handler)
+    raised = await outcome(push(server, FakeSender(fails_at=2)))
     assert type(raised) is dynamo.Cancelled
     assert str(raised) == "the client went away"
-    assert (handler.ended, dict(egress.outcomes)) == (True, {"cancelled": 1})
+    assert (handler.ended, dict(server.outcomes)) == (True, {"cancelled": 1})
 
 
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_while_nothing_is_sent_stops_the_handler() -> None:
     handler, context = Scripted(1, gate=asyncio.Event()), FakeContext()
-    egress = make(handler)
-    running = asyncio.create_task(push(egress, FakeSender(), context))
+    server = make(handler)
+    running = asyncio.create_task(push(server, FakeSender(), context))
     await handler.started.wait()
-    assert egress.in_flight == 1
+    assert server.in_flight == 1
     context.stop_generating()
     raised = await outcome(running)
     assert type(raised) is dynamo.Cancelled
-    assert (handler.ended, egress.in_flight, dict(egress.outcomes)) == (True, 0, {"cancelled": 1})
+    assert (handler.ended, server.in_flight, dict(server.outcomes)) == (True, 0, {"cancelled": 1})
 
 
 @pytest.mark.asyncio
 async def test_a_task_cancelled_by_the_runtime_itself_stays_cancelled() -> None:
     handler = Scripted(1, gate=asyncio.Event())
-    egress = make(handler)
-    running = asyncio.create_task(push(egress, FakeSender()))
+    server = make(handler)
+    running = asyncio.create_task(push(server, FakeSender()))
     await handler.started.wait()
     await cancelled(running)
-    assert (handler.ended, dict(egress.outcomes)) == (True, {"cancelled": 1})
+    assert (handler.ended, dict(server.outcomes)) == (True, {"cancelled": 1})
 
 
 @pytest.mark.asyncio
 async def test_pull_ends_between_chunks_when_the_client_has_left() -> None:
     handler, context = Scripted(5), FakeContext()
-    egress = make(handler)
-    chunks = egress.serve({}, context)
+    server = make(handler)
+    chunks = server.serve({}, context)
     assert ids([await anext(chunks), await anext(chunks)]) == [0, 1]
     context.stop_generating()
     assert type(await outcome(anext(chunks))) is dynamo.Cancelled
-    assert (handler.ended, dict(egress.outcomes)) == (True, {"cancelled": 1})
+    assert (handler.ended, dict(server.outcomes)) == (True, {"cancelled": 1})
 
 
 @pytest.mark.asyncio
 async def test_a_pulled_stream_that_is_closed_early_closes_the_handler() -> None:
     handler = Scripted(5)
-    egress = make(handler)
-    chunks = egress.serve({}, FakeContext())
+    server = make(handler)
+    chunks = server.serve({}, FakeContext())
     await anext(chunks)
     await chunks.aclose()
-    assert (handler.ended, egress.in_flight, dict(egress.outcomes)) == (True, 0, {"cancelled": 1})
+    assert (handler.ended, server.in_flight, dict(server.outcomes)) == (True, 0, {"cancelled": 1})
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("count", [DIRECT_CHUNKS - 1, DIRECT_CHUNKS, DIRECT_CHUNKS + 1, 3 * DIRECT_CHUNKS])
 async def test_long_streams_leave_the_event_loops_thread_and_keep_their_order(count: int) -> None:
-    egress, sender = make(Scripted(count)), BlockingSender(blocks_at=count)
-    await push(egress, sender)
+    server, sender = make(Scripted(count)), BlockingSender(blocks_at=count)
+    await push(server, sender)
     assert ids(sender.chunks) == list(range(count))
     assert sender.closed
-    assert any(name.startswith("egress") for name in sender.threads) == (count > DIRECT_CHUNKS)
-    egress.close()
+    assert any(name.startswith("endpoint") for name in sender.threads) == (count > DIRECT_CHUNKS)
+    server.close()
 
 
 @pytest.mark.asyncio
 async def test_a_client_that_stops_reading_is_cancelled_at_the_stall_deadline_and_others_are_served() -> None:
     handler = Scripted(DIRECT_CHUNKS + 10)
-    egress, sender = make(handler, stall_deadline_s=SHORT_S), BlockingSender(blocks_at=DIRECT_CHUNKS + 2)
-    stuck = asyncio.create_task(push(egress, sender))
+    server, sender = make(handler, stall_deadline_s=SHORT_S), BlockingSender(blocks_at=DIRECT_CHUNKS + 2)
+    stuck = asyncio.create_task(push(server, sender))
     other = FakeSender()
-    await push(egress, other)
+    await push(server, other)
     assert len(other.chunks) == DIRECT_CHUNKS + 10
     assert type(await outcome(stuck)) is dynamo.Cancelled
-    assert (handler.ended, egress.in_flight) == (True, 0)
-    assert dict(egress.outcomes) == {"completed": 1, "cancelled": 1}
+    assert (handler.ended, server.in_flight) == (True, 0)
+    assert dict(server.outcomes) == {"completed": 1, "cancelled": 1}
     sender.opened.set()
-    egress.close()
+    server.close()
 
 
 @pytest.mark.asyncio
 async def test_a_send_that_fails_after_its_stream_was_given_up_leaves_no_unread_exception() -> None:
     problems: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: problems.append(about))
-    egress, sender = (
+    server, sender = (
         make(Scripted(DIRECT_CHUNKS + 5), stall_deadline_s=SHORT_S),
         BlockingSender(blocks_at=DIRECT_CHUNKS),
     )
     sender._fails_at = DIRECT_CHUNKS
-    assert type(await outcome(push(egress, sender))) is dynamo.Cancelled
+    assert type(await outcome(push(server, sender))) is dynamo.Cancelled
     sender.opened.set()
-    egress._threads.shutdown(wait=True)
+    server._threads.shutdown(wait=True)
     await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
     gc.collect()
     assert problems == []
@@ -388,20 +388,20 @@ async def test_a_stream_that_is_dropped_late_is_a_closed_stream() -> None:
 async def test_draining_waits_for_the_last_request_and_then_refuses_new_ones() -> None:
     gate = asyncio.Event()
     handler = Scripted(1, gate=gate)
-    egress, sender = make(handler), FakeSender()
-    running = asyncio.create_task(push(egress, sender))
+    server, sender = make(handler), FakeSender()
+    running = asyncio.create_task(push(server, sender))
     await handler.started.wait()
-    drained = asyncio.create_task(egress.drained())
+    drained = asyncio.create_task(server.drained())
     await until(lambda: bool(sender.chunks))
     assert not drained.done()
     gate.set()
     await drained
     assert await running == []
-    egress.end_all(ShuttingDown("this worker is shutting down"))
-    raised = await outcome(push(egress, FakeSender()))
+    server.end_all(ShuttingDown("this worker is shutting down"))
+    raised = await outcome(push(server, FakeSender()))
     assert type(raised) is dynamo.EngineShutdown
     assert str(raised) == "this worker is shutting down"
-    assert (egress.in_flight, dict(egress.outcomes)) == (0, {"completed": 1})
+    assert (server.in_flight, dict(server.outcomes)) == (0, {"completed": 1})
 
 
 class Preparing(Scripted):
@@ -426,43 +426,43 @@ class Preparing(Scripted):
 @pytest.mark.parametrize("sent", [0, 2])
 async def test_the_engines_death_ends_every_request_at_whatever_stage(sent: int) -> None:
     handler = Scripted(sent, gate=asyncio.Event()) if sent else Preparing()
-    egress, senders = make(handler), [FakeSender() for _ in range(6)]
-    running = [asyncio.create_task(push(egress, sender)) for sender in senders]
-    await until(lambda: egress.in_flight == 6 and handler.started.is_set())
+    server, senders = make(handler), [FakeSender() for _ in range(6)]
+    running = [asyncio.create_task(push(server, sender)) for sender in senders]
+    await until(lambda: server.in_flight == 6 and handler.started.is_set())
     await until(lambda: len(senders[-1].chunks) == sent)
-    egress.end_all(EngineDead("the engine died"))
-    egress.end_all(ShuttingDown("this worker is shutting down"))
+    server.end_all(EngineDead("the engine died"))
+    server.end_all(ShuttingDown("this worker is shutting down"))
     raised = [await outcome(each) for each in running]
     assert {(type(each), str(each)) for each in raised} == {(dynamo.EngineShutdown, "the engine died")}
     assert [sender.closed for sender in senders] == [False] * 6
-    assert (egress.in_flight, dict(egress.outcomes), egress.accepting) == (0, {"failed": 6}, False)
+    assert (server.in_flight, dict(server.outcomes), server.accepting) == (0, {"failed": 6}, False)
 
 
 @pytest.mark.asyncio
 async def test_a_request_that_heeds_no_cancellation_ends_when_it_is_cancelled_again() -> None:
     handler = Preparing(clings=2)
-    egress = make(handler)
-    running = asyncio.create_task(push(egress, FakeSender()))
+    server = make(handler)
+    running = asyncio.create_task(push(server, FakeSender()))
     await handler.started.wait()
-    egress.end_all(EngineDead("the engine died"))
+    server.end_all(EngineDead("the engine died"))
     await until(lambda: handler.clings == 1)
-    egress.end_all(EngineDead("the engine died"))
+    server.end_all(EngineDead("the engine died"))
     await until(lambda: handler.clings == 0)
     assert not running.done()
-    egress.end_all(EngineDead("the engine died"))
+    server.end_all(EngineDead("the engine died"))
     assert type(await outcome(running)) is dynamo.EngineShutdown
 
 
 @pytest.mark.asyncio
 async def test_a_client_that_has_left_counts_as_cancelled_whatever_the_engine_does() -> None:
     handler, context = Preparing(), FakeContext()
-    egress = make(handler)
-    running = asyncio.create_task(push(egress, FakeSender(), context))
+    server = make(handler)
+    running = asyncio.create_task(push(server, FakeSender(), context))
     await handler.started.wait()
     context.stop_generating()
-    egress.end_all(EngineDead("the engine died"))
+    server.end_all(EngineDead("the engine died"))
     assert type(await outcome(running)) is dynamo.Cancelled
-    assert dict(egress.outcomes) == {"cancelled": 1}
+    assert dict(server.outcomes) == {"cancelled": 1}
 
 
 @pytest.mark.asyncio
@@ -470,18 +470,18 @@ async def test_a_request_that_ran_into_a_deadline_is_refused_at_once_if_sent_aga
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handler = Scripted(0, PeerTimeout("the encode worker did not answer within 2 s"))
-    egress = make(handler)
+    server = make(handler)
     for _ in range(2):
-        raised = await outcome(push(egress, FakeSender(), FakeContext("late")))
+        raised = await outcome(push(server, FakeSender(), FakeContext("late")))
         assert type(raised) is dynamo.ConnectionTimeout
-    assert dict(egress.outcomes) == {"failed": 1}
+    assert dict(server.outcomes) == {"failed": 1}
     handler.error = None
     handler.count = 1
-    assert type(await outcome(push(egress, FakeSender(), FakeContext("late")))) is dynamo.ConnectionTimeout
-    assert await push(egress, FakeSender(), FakeContext("other")) == []
+    assert type(await outcome(push(server, FakeSender(), FakeContext("late")))) is dynamo.ConnectionTimeout
+    assert await push(server, FakeSender(), FakeContext("other")) == []
     monkeypatch.setattr("dynamo.trtllm.frontend.endpoint.LATE_MEMORY_S", -1.0)
-    assert await push(egress, FakeSender(), FakeContext("late")) == []
-    assert dict(egress.outcomes) == {"failed": 1, "completed": 2}
+    assert await push(server, FakeSender(), FakeContext("late")) == []
+    assert dict(server.outcomes) == {"failed": 1, "completed": 2}
 
 
 @pytest.mark.asyncio

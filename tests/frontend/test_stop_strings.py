@@ -16,7 +16,7 @@ from dynamo.trtllm.config import EngineConfig, EngineKind
 from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Tokens, Usage
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineRequest
-from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.frontend.endpoint import EndpointServer
 from dynamo.trtllm.frontend.response import Chunk
 from dynamo.trtllm.frontend.stop_strings import StopStrings
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
@@ -68,9 +68,9 @@ async def ask(
     }
     info, media = await engine.start(), await loader_over(engine)
     handler = AggregatedHandler(engine, info, MultimodalProcessor(info, media), StopStrings(model_path))
-    egress, sender = Egress(handler, on_dead=ignore_death), FakeSender()
-    assert await collect(egress.serve(raw, FakeContext(), response_sender=sender)) == []
-    assert dict(egress.outcomes) == {"completed": 1}
+    server, sender = EndpointServer(handler, on_dead=ignore_death), FakeSender()
+    assert await collect(server.serve(raw, FakeContext(), response_sender=sender)) == []
+    assert dict(server.outcomes) == {"completed": 1}
     assert sender.closed
     assert engine.closed
     return sender.chunks

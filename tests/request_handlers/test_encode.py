@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.errors import ClientFault, EngineDead, LimitFault, Overloaded, PartFault, PeerFault
-from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.frontend.endpoint import EndpointServer
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.pooled import PooledTransfer
@@ -158,9 +158,9 @@ async def test_a_health_check_asks_the_engine_and_offers_nothing(stack: AsyncExi
 @pytest.mark.asyncio
 async def test_a_reply_that_its_caller_no_longer_takes_withdraws_its_offer(stack: AsyncExitStack) -> None:
     worker = await start(stack)
-    egress = Egress(worker.handler, on_dead=ignore_death)
+    server = EndpointServer(worker.handler, on_dead=ignore_death)
     raw = asking(png_url(1))
-    raised = await outcome(collect(egress.serve(raw, FakeContext(), response_sender=FakeSender(fails_at=0))))
+    raised = await outcome(collect(server.serve(raw, FakeContext(), response_sender=FakeSender(fails_at=0))))
     assert type(raised).__name__ == "Cancelled"
     assert (worker.transfer.stats().offers_total, worker.transfer.stats().open_offers) == (1, 0)
 
@@ -168,8 +168,8 @@ async def test_a_reply_that_its_caller_no_longer_takes_withdraws_its_offer(stack
 @pytest.mark.asyncio
 async def test_a_reply_that_was_taken_keeps_its_offer(stack: AsyncExitStack) -> None:
     worker = await start(stack)
-    egress, sender = Egress(worker.handler, on_dead=ignore_death), FakeSender()
-    await collect(egress.serve(asking(png_url(1)), FakeContext(), response_sender=sender))
+    server, sender = EndpointServer(worker.handler, on_dead=ignore_death), FakeSender()
+    await collect(server.serve(asking(png_url(1)), FakeContext(), response_sender=sender))
     assert (len(sender.chunks), worker.transfer.stats().open_offers) == (1, 1)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, Overloaded, PeerFault, PeerUnavailable
-from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.frontend.endpoint import EndpointServer
 from fakes import (
     FakeContext,
     FakeSender,
@@ -242,9 +242,9 @@ async def test_an_offer_that_finds_no_room_frees_the_state_and_ends_in_its_own_w
 
 @pytest.mark.asyncio
 async def test_a_reply_that_the_frontend_no_longer_takes_withdraws_its_offer(both: Pair) -> None:
-    egress = Egress(both.prefill.handler, on_dead=ignore_death)
+    server = EndpointServer(both.prefill.handler, on_dead=ignore_death)
     raised = await outcome(
-        collect(egress.serve(raw_request(*PROMPT), FakeContext(), response_sender=FakeSender(fails_at=0)))
+        collect(server.serve(raw_request(*PROMPT), FakeContext(), response_sender=FakeSender(fails_at=0)))
     )
     assert type(raised).__name__ == "Cancelled"
     assert both.prefill.transfer.stats().offers_total == 1
@@ -253,8 +253,8 @@ async def test_a_reply_that_the_frontend_no_longer_takes_withdraws_its_offer(bot
 
 @pytest.mark.asyncio
 async def test_a_reply_that_was_taken_keeps_its_offer(both: Pair) -> None:
-    egress, sender = Egress(both.prefill.handler, on_dead=ignore_death), FakeSender()
-    await collect(egress.serve(raw_request(*PROMPT), FakeContext(), response_sender=sender))
+    server, sender = EndpointServer(both.prefill.handler, on_dead=ignore_death), FakeSender()
+    await collect(server.serve(raw_request(*PROMPT), FakeContext(), response_sender=sender))
     assert (len(sender.chunks), both.prefill.transfer.stats().open_offers) == (1, 1)
 
 
@@ -331,11 +331,11 @@ async def test_an_engine_that_dies_while_the_kv_cache_is_read_leaves_nothing(bot
     both.transfer.gate = asyncio.Event()
     raw = raw_request(*PROMPT, stop=LONG)
     result = {"disaggregated_params": (await both.prefilled(raw))["disaggregated_params"]}
-    egress, sender = Egress(both.decode, on_dead=ignore_death), FakeSender()
-    stream = egress.serve({**raw, "prefill_result": result}, FakeContext(), response_sender=sender)
+    server, sender = EndpointServer(both.decode, on_dead=ignore_death), FakeSender()
+    stream = server.serve({**raw, "prefill_result": result}, FakeContext(), response_sender=sender)
     running = asyncio.create_task(collect(stream))
     await both.transfer.reading.wait()
-    egress.end_all(EngineDead("the engine died"))
+    server.end_all(EngineDead("the engine died"))
     assert str(await outcome(running)) == "the engine died"
     assert (len(sender.chunks), sender.closed) == (1, False)
     both.assert_nothing_held()

@@ -15,7 +15,7 @@ import pytest
 from dynamo.llm import exceptions as dynamo
 
 from dynamo.trtllm.errors import ClientFault, ShuttingDown
-from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.frontend.endpoint import EndpointServer
 from dynamo.trtllm.service.binding_log import LoggedErrors
 from fakes import FakeContext, FakeSender, collect, ignore_death, outcome
 from frontend.test_endpoint import Scripted
@@ -121,18 +121,18 @@ async def test_a_request_that_ends_early_has_one_line_and_no_traceback(
 ) -> None:
     caplog.set_level("INFO", "dynamo.trtllm.frontend.endpoint")
     with redirect_stderr(log), LoggedErrors.on_stderr() as told:
-        egress = Egress(Scripted(0, ClientFault("too many")), on_dead=ignore_death, on_told=told.hide)
+        server = EndpointServer(Scripted(0, ClientFault("too many")), on_dead=ignore_death, on_told=told.hide)
         sender = FakeSender() if pushed else None
-        error = await outcome(collect(egress.serve({}, FakeContext("r-1"), response_sender=sender)))
+        error = await outcome(collect(server.serve({}, FakeContext("r-1"), response_sender=sender)))
         display(error)
         context = FakeContext("r-2")
-        egress = Egress(Scripted(2, gate=asyncio.Event()), on_dead=ignore_death, on_told=told.hide)
-        running = asyncio.create_task(collect(egress.serve({}, context, response_sender=FakeSender())))
+        server = EndpointServer(Scripted(2, gate=asyncio.Event()), on_dead=ignore_death, on_told=told.hide)
+        running = asyncio.create_task(collect(server.serve({}, context, response_sender=FakeSender())))
         await asyncio.sleep(0)
         context.stop_generating()
         display(await outcome(running))
-        egress.end_all(ShuttingDown("this worker is shutting down"))
-        display(await outcome(collect(egress.serve({}, FakeContext("r-3"), response_sender=sender))))
+        server.end_all(ShuttingDown("this worker is shutting down"))
+        display(await outcome(collect(server.serve({}, FakeContext("r-3"), response_sender=sender))))
     assert log.getvalue() == ""
     assert [r.getMessage() for r in caplog.records] == [
         "request r-1 refused: too many",

@@ -29,7 +29,7 @@ from dynamo.trtllm.config import (
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, StartupError
-from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.frontend.endpoint import EndpointServer
 from dynamo.trtllm.service import presence, runtime
 from dynamo.trtllm.service.metrics_page import MetricsPage
 from dynamo.trtllm.service.runtime import Service, health_check_payload, model_type, needs, runtime_config
@@ -119,11 +119,11 @@ class World:
         self.config = replace(config, engine=replace(config.engine, model_path="/models/m"))
         fake: Any = self.runtime
         self.service = Service(fake, self.config, self.engine, INFO)
-        self.egress = Egress(NoHandler(), on_dead=self.service.died)
+        self.server = EndpointServer(NoHandler(), on_dead=self.service.died)
         self.registered: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     async def drained(self) -> None:
-        self.steps.append(f"drained, accepting={self.egress.accepting}")
+        self.steps.append(f"drained, accepting={self.server.accepting}")
 
     async def register(self, *args: Any, **options: Any) -> None:
         self.steps.append("registered")
@@ -141,7 +141,7 @@ class World:
         assert endpoints == [made.made]
         self.grace_s.append(grace_period_s)
         await drain_callback()
-        self.steps.append(f"left, accepting={self.egress.accepting}")
+        self.steps.append(f"left, accepting={self.server.accepting}")
         made.shutdown()
 
     running: asyncio.Task[int]
@@ -149,7 +149,7 @@ class World:
     def run(self) -> asyncio.Task[int]:
         metrics = MetricsPage(Role.AGGREGATED)
         return asyncio.create_task(
-            self.service.run(self.egress, metrics, self.drained, self.engine.check_health)
+            self.service.run(self.server, metrics, self.drained, self.engine.check_health)
         )
 
 
@@ -180,7 +180,7 @@ async def test_a_worker_registers_its_model_and_serves_it_with_a_canary(world: W
         16,
     )
     assert (options["model_aliases"], options["ignore_weights"]) == (["alias"], True)
-    assert world.runtime.made.handler == world.egress.serve
+    assert world.runtime.made.handler == world.server.serve
     assert world.runtime.made.options["health_check_payload"] == health_check_payload(RuntimeConfig())
     assert world.runtime.made.options["metrics_labels"] == [("model", "m")]
     assert (world.service.instance_id, world.runtime.names) == (7, ["dyn://dynamo.tensorrt_llm.generate"])
@@ -205,11 +205,11 @@ async def test_a_signal_drains_and_only_then_refuses_requests_and_leaves(
 async def test_draining_waits_for_requests_in_flight(world: World) -> None:
     running = world.run()
     await world.runtime.made.served.wait()
-    world.egress._idle.clear()
+    world.server._idle.clear()
     world.service._on_signal()
     await until(lambda: bool(world.grace_s))
     assert world.steps == ["metrics", "registered"]
-    world.egress._idle.set()
+    world.server._idle.set()
     assert await running == 0
 
 
@@ -237,10 +237,10 @@ class Waiting:
 async def ask_waiting(world: World, count: int) -> list[asyncio.Task[Any]]:
     """So many requests in flight that nothing answers."""
     handler = Waiting()
-    world.egress = Egress(handler, on_dead=world.service.died)
+    world.server = EndpointServer(handler, on_dead=world.service.died)
     world.running = world.run()
     await world.runtime.made.served.wait()
-    serve = world.egress.serve
+    serve = world.server.serve
     streams = [serve({}, FakeContext(str(i)), response_sender=FakeSender()) for i in range(count)]
     asked = [asyncio.create_task(collect(stream)) for stream in streams]
     await until(lambda: handler.started == count)
@@ -353,7 +353,7 @@ async def test_a_worker_that_leaves_does_not_come_back(world: World) -> None:
     world.runtime.made.ids = []
     await asyncio.sleep(20 * presence.LOOK_S)  # twenty looks of a watch that must be over
     assert (world.registered, world.runtime.made.ids) == (None, [])
-    world.egress.end_all(ShuttingDown("the end of the test"))
+    world.server.end_all(ShuttingDown("the end of the test"))
     assert await world.running == 0
 
 
@@ -364,11 +364,11 @@ async def test_a_second_signal_exits_at_once(world: World, monkeypatch: pytest.M
     monkeypatch.setattr(runtime.logging, "shutdown", lambda: None)
     running = world.run()
     await world.runtime.made.served.wait()
-    world.egress._idle.clear()
+    world.server._idle.clear()
     world.service._on_signal()
     world.service._on_signal()
     assert codes == [70]
-    world.egress._idle.set()
+    world.server._idle.set()
     await running
 
 

@@ -351,7 +351,7 @@ def test_media_flags_on_a_text_worker_are_noted() -> None:
 
 def test_other_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse_args([])
-    assert (config.media.allow_internal, config.runtime.push_egress) == (False, True)
+    assert (config.media.allow_internal, config.runtime.pushes_chunks) == (False, True)
     monkeypatch.setenv("DYN_MM_ALLOW_INTERNAL", "1")
     monkeypatch.setenv("DYN_TRTLLM_PULL_EGRESS", "1")
     monkeypatch.setenv("DYN_STORE_KV", "mem")
@@ -360,7 +360,7 @@ def test_other_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_LOCAL_INDEXER", "false")
     invocation = parse([])
     config = invocation.config
-    assert (config.media.allow_internal, config.runtime.push_egress) == (True, False)
+    assert (config.media.allow_internal, config.runtime.pushes_chunks) == (True, False)
     assert (config.runtime.discovery_backend, config.runtime.endpoint) == (
         "mem",
         "dyn://a-b.tensorrt_llm.generate",

@@ -60,7 +60,7 @@ class RuntimeConfig:
     response_plane: str = "tcp"
     event_plane: str | None = None
     endpoint_types: tuple[str, ...] = ("chat", "completions")
-    push_egress: bool = True
+    pushes_chunks: bool = True
     """False serves by Dynamo's pull path (`DYN_TRTLLM_PULL_EGRESS=1`), for comparing and for emergencies."""
     enable_local_indexer: bool = flag(
         "--enable-local-indexer", TRUTH, True, "Keep KV events in the worker.", group=_OLDER

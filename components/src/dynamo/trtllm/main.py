@@ -70,7 +70,7 @@ def _run_worker(invocation: Invocation) -> int:
 async def serve(config: WorkerConfig) -> int:
     """Build the worker's parts in order, serve, and take them down in reverse. Returns the exit code."""
     from dynamo.trtllm.engines.factory import create_engine
-    from dynamo.trtllm.frontend.endpoint import Egress
+    from dynamo.trtllm.frontend.endpoint import EndpointServer
     from dynamo.trtllm.metrics import MODEL_LOAD_TIME
     from dynamo.trtllm.model_files import resolve_model, with_default_template
     from dynamo.trtllm.request_handlers.handlers import create_handler
@@ -93,18 +93,18 @@ async def serve(config: WorkerConfig) -> int:
         handler = await create_handler(config, engine, info, runtime)
         stack.push_async_callback(handler.close)
         service = Service(runtime, config, engine, info)
-        egress = Egress(
+        server = EndpointServer(
             handler,
-            push=config.runtime.push_egress,
+            push=config.runtime.pushes_chunks,
             on_dead=service.died,
             on_told=quiet.hide,
         )
-        stack.callback(egress.close)
+        stack.callback(server.close)
         metrics = MetricsPage(config.role)
-        metrics.add_durations(egress.durations)
-        metrics.add(egress.stats, engine.stats, handler.stats, lambda: {MODEL_LOAD_TIME: load_time_s})
+        metrics.add_durations(server.durations)
+        metrics.add(server.stats, engine.stats, handler.stats, lambda: {MODEL_LOAD_TIME: load_time_s})
         # Modules and model live as long as the process:
         # without them a full collection is short, and stalls no request.
         gc.collect()
         gc.freeze()
-        return await service.run(egress, metrics, handler.drained, handler.check_health)
+        return await service.run(server, metrics, handler.drained, handler.check_health)

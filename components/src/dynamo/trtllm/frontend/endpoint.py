@@ -187,7 +187,7 @@ def send(sender: Sender, chunk: Chunk) -> None:
         raise StreamClosed(str(error)) from error
 
 
-class Egress:
+class EndpointServer:
     """Drives a handler for every request, by push or by pull,
     and turns what it raises into Dynamo's exceptions.
 
@@ -211,7 +211,7 @@ class Egress:
         self._stall_deadline_s = stall_deadline_s
         self._on_told = on_told
         self._watch = CancelWatch()
-        self._threads = ThreadPoolExecutor(SENDER_THREADS, thread_name_prefix="egress")
+        self._threads = ThreadPoolExecutor(SENDER_THREADS, thread_name_prefix="endpoint")
         self._idle = asyncio.Event()
         self._idle.set()
         self._late: dict[str, float] = {}
@@ -384,15 +384,15 @@ class _Accounted:
     """One request between `_begin` and `_end`, with its times.
     Not a generator, since every request passes here."""
 
-    __slots__ = ("_arrived", "_context", "_egress", "_times")
+    __slots__ = ("_arrived", "_context", "_server", "_times")
 
-    def __init__(self, egress: Egress, context: Context, arrived: float) -> None:
-        self._egress = egress
+    def __init__(self, server: EndpointServer, context: Context, arrived: float) -> None:
+        self._server = server
         self._context = context
         self._arrived = arrived
 
     def __enter__(self) -> RequestTimes:
-        self._egress._begin(self._context)
+        self._server._begin(self._context)
         self._times = RequestTimes(self._arrived)
         carry(self._times)
         return self._times
@@ -401,7 +401,7 @@ class _Accounted:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         carry(None)
-        self._egress._end(error, self._context, self._times)
+        self._server._end(error, self._context, self._times)
 
 
 def _traceback_of(error: Exception) -> BaseException | None:

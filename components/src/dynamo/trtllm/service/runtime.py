@@ -1,7 +1,7 @@
 """The worker's life in Dynamo: registration, serving, health,
 metrics and shutdown, through the low-level runtime.
 
-It knows nothing of requests or media: `egress` drives the handler, the engine is asked only whether it lives.
+It knows nothing of requests or media: `server` drives the handler, the engine is asked only whether it lives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerDead, WorkerError
-from dynamo.trtllm.frontend.endpoint import Egress
+from dynamo.trtllm.frontend.endpoint import EndpointServer
 from dynamo.trtllm.last_resort import exit_after
 from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
 from dynamo.trtllm.service.metrics_page import MetricsPage
@@ -107,13 +107,13 @@ class Service:
 
     async def run(
         self,
-        egress: Egress,
+        server: EndpointServer,
         metrics: MetricsPage,
         drained: Callable[[], Any],
         check_health: Callable[[], Awaitable[None]],
     ) -> int:
         """Register, serve until a signal or the engine's death, and return the exit code."""
-        self._egress, self._drained, self._check_health = egress, drained, check_health
+        self._server, self._drained, self._check_health = server, drained, check_health
         metrics.expose(self._endpoint, self._config)
         health = asyncio.create_task(self._watch_health(), name="engine-health")
         try:
@@ -126,7 +126,7 @@ class Service:
                 self._config.role.value,
                 self._config.runtime.endpoint,
             )
-            await self._serve(egress)
+            await self._serve(server)
             if self._shutdown is None:
                 logger.error("the runtime stopped serving by itself, leaving")
                 self._exit_code = EXIT_FAILED
@@ -148,15 +148,15 @@ class Service:
         logger.critical("the %s is dead, leaving: %s", part, error)
         self._death = error
         self._exit_code = EXIT_FAILED
-        self._egress.end_all(error)
+        self._server.end_all(error)
         exit_after(max(get_grace_period_seconds(), _LEAST_TO_LEAVE_S))
         if self._shutdown is None:
             self._begin_shutdown(grace_s=0.0)
 
-    async def _serve(self, egress: Egress) -> None:
+    async def _serve(self, server: EndpointServer) -> None:
         try:
             await self._endpoint.serve_endpoint(
-                egress.endpoint_handler(),
+                server.endpoint_handler(),
                 graceful_shutdown=True,
                 metrics_labels=[("model", self._config.model.name)],
                 health_check_payload=health_check_payload(self._config.runtime),
@@ -272,19 +272,19 @@ class Service:
             if self._death is not None:
                 await self._let_go(self._death)
             else:
-                await self._egress.drained()
+                await self._server.drained()
                 await self._drained()
         finally:
-            self._egress.end_all(ShuttingDown("this worker is shutting down"))
+            self._server.end_all(ShuttingDown("this worker is shutting down"))
 
     async def _let_go(self, death: WorkerDead) -> None:
         """End requests that wait as they clean up;
         give other workers half of the grace to read what is held."""
         for _ in range(_CANCELS):
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._egress.drained(), _CANCEL_INTERVAL_S)
+                await asyncio.wait_for(self._server.drained(), _CANCEL_INTERVAL_S)
                 break
-            self._egress.end_all(death)
+            self._server.end_all(death)
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._drained(), get_grace_period_seconds() / 2)
 

@@ -117,7 +117,7 @@ def runtime_layer(role: Role, options: DynamoOptions, settings: Settings) -> Run
         response_plane=values.response_plane,
         event_plane=values.event_plane,
         endpoint_types=_endpoint_types(values.endpoint_types),
-        push_egress=not truth_of(os.environ, "DYN_TRTLLM_PULL_EGRESS"),
+        pushes_chunks=not truth_of(os.environ, "DYN_TRTLLM_PULL_EGRESS"),
         exclude_tools_when_tool_choice_none=values.exclude_tools_when_tool_choice_none,
         default_thinking_mode=values.dyn_default_thinking_mode,
         structural_tag=values.structural_tag,

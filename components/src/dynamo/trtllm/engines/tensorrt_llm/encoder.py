@@ -30,7 +30,7 @@ CLOSE_S = 10.0
 """How long closing waits for images that are being encoded."""
 
 
-class ImageEncoder:
+class EncoderThread:
     """Owns the thread and its event loop. `is_dead` tells what is known of the engine, without asking it."""
 
     def __init__(

@@ -27,7 +27,7 @@ from dynamo.trtllm.engines.tensorrt_llm import (
     starting,
 )
 from dynamo.trtllm.engines.tensorrt_llm.context_stage import ContextStage
-from dynamo.trtllm.engines.tensorrt_llm.encoder import ImageEncoder
+from dynamo.trtllm.engines.tensorrt_llm.encoder import EncoderThread
 from dynamo.trtllm.engines.tensorrt_llm.inputs import ModelInputs
 from dynamo.trtllm.engines.tensorrt_llm.library import load_library
 from dynamo.trtllm.engines.tensorrt_llm.model import describe_model
@@ -57,7 +57,7 @@ class TensorRTLLMEngine(Engine):
         self._streams = Streams(self._vitals)
         self._gauges = events.Gauges()
         self._llm: Any = None
-        self._encoder: ImageEncoder | None = None
+        self._encoder: EncoderThread | None = None
         self._kv_events: events.KvEvents | None = None
         self._closed = False
 
@@ -101,7 +101,7 @@ class TensorRTLLMEngine(Engine):
         args = arguments.encoder_arguments(self._config, self._library)
         self._llm = starting.construct(self._library, self._library.multimodal_encoder, args)
         self._vitals.begin(self._llm, self._library.request_error)
-        self._encoder = ImageEncoder(
+        self._encoder = EncoderThread(
             self._llm,
             model.facts,
             model.placeholder_id,

@@ -5,7 +5,7 @@ Order, formulas and draws are those of `sampling`, so that a seed gives the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Kind:
     """Likeliest tokens that are reported with their log probabilities; None: no log probabilities."""
 
     @staticmethod
-    def of(choices: Items[Choice], vocabulary: int) -> Kind:
+    def of(choices: Sequence[Choice], vocabulary: int) -> Kind:
         """The kind that serves all `choices`."""
         drawn = [c for c in choices if c.temperature > 0.0]
         asked = [c.logprobs for c in choices if c.logprobs is not None]
@@ -77,7 +77,7 @@ def choose(logits: torch.Tensor, table: RowTable, kind: Kind) -> tuple[torch.Ten
 
 
 def read(
-    result: Items[Items[float]], choices: Items[Choice], kind: Kind
+    result: Sequence[Sequence[float]], choices: Sequence[Choice], kind: Kind
 ) -> list[tuple[int, StepLogprobs | None]]:
     """The rows of a result as tokens and log probabilities."""
     read = []

@@ -8,7 +8,7 @@ checked by value; others stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def fuse(text_model: torch.nn.Module) -> int:
     return changed
 
 
-def _can_be_one(parts: Items[Any]) -> bool:
+def _can_be_one(parts: Sequence[Any]) -> bool:
     if any(type(part) is not torch.nn.Linear for part in parts):
         return False
     inputs = {(p.in_features, p.bias is None, p.weight.dtype, p.weight.device) for p in parts}
@@ -57,7 +57,7 @@ class _Product:
                 layer.bias = torch.nn.Parameter(bias, requires_grad=False)
             layer.forward = _Part(self, index)  # type: ignore[method-assign]
 
-    def _split_bias(self) -> Items[torch.Tensor | None]:
+    def _split_bias(self) -> Sequence[torch.Tensor | None]:
         return [None] * len(self._sizes) if self._bias is None else torch.split(self._bias, self._sizes)
 
     def part(self, index: int, values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@ Knows tensors and sequences, decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ class ModelRunner:
         # As `generate` goes on: behind the last token, even where a video's times lie further ahead.
         sequence.rope_delta = int(positions[:, 0, -1].max()) + 1 - len(ids)
 
-    def prefill(self, chunks: Items[Chunk]) -> torch.Tensor:
+    def prefill(self, chunks: abc.Sequence[Chunk]) -> torch.Tensor:
         """Compute `chunks` in one forward; several only if each is whole.
         Returns the logits [chunks, vocabulary] at their ends.
 
@@ -164,7 +164,7 @@ class ModelRunner:
             return {"full_attention": full, "sliding_attention": sliding}
         return sliding if self.shape.sliding[0] else full
 
-    def _prompt_cache(self, chunks: Items[Chunk]) -> PromptCache:
+    def _prompt_cache(self, chunks: abc.Sequence[Chunk]) -> PromptCache:
         if len(chunks) > 1 or chunks[0].is_whole:
             return PromptCache(self.shape, len(chunks), max(len(c.sequence.prompt_ids) for c in chunks))
         sequence = chunks[0].sequence
@@ -172,7 +172,7 @@ class ModelRunner:
             sequence.cache = PromptCache(self.shape, 1, len(sequence.prompt_ids))
         return sequence.cache  # type: ignore[no-any-return]
 
-    def _embed(self, ids: torch.Tensor, chunks: Items[Chunk]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _embed(self, ids: torch.Tensor, chunks: abc.Sequence[Chunk]) -> tuple[torch.Tensor, dict[str, Any]]:
         """Token embeddings with the images' features in their places, and what deeper layers add."""
         spans = [span for chunk in chunks for span in chunk.images]
         if not spans:
@@ -189,11 +189,11 @@ class ModelRunner:
         deeper = [self._features(spans, f"features.{level}") for level in range(1, self._loaded.levels + 1)]
         return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": deeper}
 
-    def _features(self, spans: Items[ImageSpan], name: str) -> torch.Tensor:
+    def _features(self, spans: abc.Sequence[ImageSpan], name: str) -> torch.Tensor:
         rows = [span.item.tensors[name].to(self._device, self._loaded.dtype) for span in spans]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
-    def _positions(self, chunks: Items[Chunk], width: int) -> torch.Tensor:
+    def _positions(self, chunks: abc.Sequence[Chunk], width: int) -> torch.Tensor:
         """[rows, width], or [3, rows, width] when any prompt has images with positions of their own."""
         start = chunks[0].start
         plain = torch.arange(start, start + width, device=self._device)
@@ -207,7 +207,7 @@ class ModelRunner:
                 ]
         return positions
 
-    def _mutual(self, chunks: Items[Chunk], total: int) -> torch.Tensor | None:
+    def _mutual(self, chunks: abc.Sequence[Chunk], total: int) -> torch.Tensor | None:
         if all(c.sequence.mutual is None for c in chunks):
             return None
         blocks = torch.full((len(chunks), total), -1, device=self._device)

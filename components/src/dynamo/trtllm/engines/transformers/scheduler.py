@@ -9,8 +9,7 @@ padded to the longest, and the padding counts: what is used is what the memory h
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Sequence as Items
+from collections import abc, deque
 from typing import Any
 
 import torch
@@ -231,7 +230,7 @@ def device_is_lost(error: Exception) -> bool:
     return False
 
 
-def _blocks(sequences: Items[Sequence]) -> int:
+def _blocks(sequences: abc.Collection[Sequence]) -> int:
     """KV cache blocks of `sequences`: the batch's rows, each as long as the longest, and those of prefill alone."""
     batch = [s.blocks for s in sequences if s.stage is not Stage.PREFILL]
     return len(batch) * max(batch, default=0) + sum(s.blocks for s in sequences if s.stage is Stage.PREFILL)

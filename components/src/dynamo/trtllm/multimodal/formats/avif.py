@@ -19,9 +19,9 @@ _INDEXES = (b"meta", b"moov")
 
 def scan(data: bytes) -> Scan:
     """Raises `Damaged` when the library finds no image, `LimitFault` for too many boxes."""
-    plain = _without_exif(data)
+    stripped = _without_exif(data)
     try:
-        with AvifImagePlugin.AvifImageFile(BytesIO(plain)) as image:
+        with AvifImagePlugin.AvifImageFile(BytesIO(stripped)) as image:
             orientation = image.getexif().get(_ORIENTATION, 1)
             profile = image.info.get("icc_profile")
             width, height = image.size
@@ -30,7 +30,7 @@ def scan(data: bytes) -> Scan:
     return Scan(
         width,
         height,
-        essentials=lambda: plain,
+        essentials=lambda: stripped,
         profile=partial(_bounded, profile),
         orientation=orientation if isinstance(orientation, int) else 1,
     )
