@@ -4,6 +4,7 @@ and what does not fit is refused first."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,20 @@ async def test_a_prompt_that_its_images_make_too_long_is_refused_naming_both_cou
     assert caught.value.message == "the prompt has 10 tokens with its media; the context length is 10"
     fitting = await MultimodalProcessor(info(11), source).prepare(request(1, PLACEHOLDER, 2, urls=["u"]))
     assert len(fitting.prompt.token_ids) == 10
+
+
+@pytest.mark.asyncio
+async def test_a_placeholder_of_a_part_that_no_worker_gets_is_explained() -> None:
+    taken = {"audio": MediaInput(placeholder_id=PLACEHOLDER, takes_encoded=True, encodes=True)}
+    hearing = replace(info(), media=taken)
+    asked = parse_request({"token_ids": [1, PLACEHOLDER]}, FakeContext())
+    with pytest.raises(ClientFault) as caught:
+        await MultimodalProcessor(hearing, Source()).prepare(asked)
+    assert caught.value.message == (
+        "the prompt has 1 audio placeholders for 0 audio parts; "
+        "the text must not contain the model's placeholder; without other media beside it "
+    "no worker gets input_audio: send it as audio_url, with a data URL"
+    )
 
 
 @pytest.mark.asyncio

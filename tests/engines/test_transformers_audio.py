@@ -88,9 +88,7 @@ class Subject:
         return self.processor(text=self.text(turns), return_tensors="pt", **heard)
 
     def expected(self, ids: Sequence[int], sounds: Sequence[DecodedAudio]) -> list[int]:
-        return reference_tokens(
-            self.reference, self.processor, FAMILY, ids, (), OUTPUT_TOKENS, sounds=sounds
-        )
+        return reference_tokens(self.reference, self.processor, FAMILY, ids, (), OUTPUT_TOKENS, sounds=sounds)
 
 
 @pytest.fixture(scope="module")

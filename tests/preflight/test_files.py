@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.trtllm.model_files import find_chat_template, with_default_template
+from dynamo.trtllm.model_files import find_chat_template
 from dynamo.trtllm.preflight import find_faults, run
+from dynamo.trtllm.served_template import with_served_template
 from dynamo.trtllm.utils.trtllm_utils import parse, parse_args
 from model_directory import make_model_directory
 
@@ -242,11 +243,11 @@ def test_of_several_named_chat_templates_the_default_is_handed_to_the_frontend(
     (model / file).write_text(json.dumps({"chat_template": named}))
     assert faults(model) == []
     config = parse_args(["--model-path", str(model)]).model
-    handed = with_default_template(config, str(model)).custom_jinja_template
+    handed = with_served_template(config, str(model), ()).custom_jinja_template
     assert handed is not None
     assert Path(handed).read_text() == "plain"
     (model / "chat_template.jinja").write_text("own file")
-    assert with_default_template(config, str(model)) == config
+    assert with_served_template(config, str(model), ()) == config
     found = find_chat_template(model)
     assert (found.text, found.named) == ("own file", False) if found else None
 

@@ -7,7 +7,6 @@ import base64
 import json
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dynamo.trtllm.metrics import METRICS, STAGE_DURATION
 from dynamo.trtllm.multimodal.uuids import PREPARED_OTHERWISE, UNKNOWN
 from processes.cluster import Answer, Cluster
 from processes.media import PictureServer, picture_server, png
+from processes.outcomes import Outcome, outcome, require_the_same
 from processes.prefork import run_python
 from processes.topologies import TOPOLOGIES, Deployment, deploy
 
@@ -142,42 +142,6 @@ def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
     ]
     made += [ask(text(QUESTION), url(57), stop_token_ids="first"), ask("hello", stop_token_ids="first")]
     return made
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All of an answer that must not depend on the topology."""
-
-    status: int
-    text: str
-    finish: str | None
-    usage: tuple[int, int]
-    logprobs: tuple[tuple[int, float], ...]
-
-
-def outcome(answer: Answer) -> Outcome:
-    assert answer.status == 200, answer.body
-    if answer.events:
-        positions = [
-            p
-            for e in answer.events
-            for c in e.get("choices", ())
-            for p in ((c.get("logprobs") or {}).get("content") or ())
-        ]
-        words = answer.text
-    else:
-        choice = answer.body["choices"][0]
-        positions = (choice.get("logprobs") or {}).get("content") or []
-        words = choice["message"]["content"] or ""
-    logprobs = tuple((p["token_id"], p["logprob"]) for p in positions)
-    usage = answer.usage
-    return Outcome(
-        answer.status,
-        words,
-        answer.finish_reason,
-        (usage["prompt_tokens"], usage["completion_tokens"]),
-        logprobs,
-    )
 
 
 def first_token(cluster: Cluster, body: dict[str, Any]) -> int:
@@ -437,12 +401,7 @@ def test_more_than_fifty_requests_are_asked(embeddings: str) -> None:
 def test_every_topology_gives_what_the_aggregated_worker_gives(
     answers: dict[str, list[tuple[Outcome, Outcome]]], name: str
 ) -> None:
-    for number, (ours, reference) in enumerate(zip(answers[name], answers["agg"], strict=True)):
-        for one, other in zip(ours, reference, strict=True):
-            assert (one.text, one.finish, one.usage) == (other.text, other.finish, other.usage), number
-            assert [i for i, _ in one.logprobs] == [i for i, _ in other.logprobs], number
-            expected = pytest.approx([p for _, p in other.logprobs], abs=1e-4)
-            assert [p for _, p in one.logprobs] == expected, number
+    require_the_same(answers[name], answers["agg"])
 
 
 @pytest.mark.parametrize("name", list(TOPOLOGIES))

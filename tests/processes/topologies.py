@@ -18,10 +18,11 @@ ENCODE_ENDPOINT = "dyn://dynamo.tensorrt_llm_encode.generate"
 class Deployment:
     """A running topology: its cluster, and its workers by role."""
 
-    def __init__(self, name: str, cluster: Cluster, options: Sequence[str]) -> None:
+    def __init__(self, name: str, cluster: Cluster, options: Sequence[str], model_path: str = "demo") -> None:
         self.name = name
         self.cluster = cluster
         self._options = tuple(options)
+        self._model_path = model_path
         self.workers: dict[str, list[Managed]] = {}
 
     @property
@@ -33,7 +34,7 @@ class Deployment:
         options = ["--disaggregation-mode", role, *self._options]
         if role in ("agg", "prefill") and "encode" in self.roles:
             options += ["--encode-endpoint", ENCODE_ENDPOINT]
-        worker = self.cluster.worker(*options, name=role, env=env, wait=False)
+        worker = self.cluster.worker(*options, name=role, env=env, model_path=self._model_path, wait=False)
         self.workers.setdefault(role, []).append(worker)
         return worker
 
@@ -48,10 +49,11 @@ def deploy(
     options: Sequence[str] = ("--engine", "transformers", "--modality", "multimodal"),
     count: int = 1,
     env: Mapping[str, str] | None = None,
+    model_path: str = "demo",
 ) -> Deployment:
     """Start the frontend and `count` workers of each role of topology `name`;
     returns when the model is listed."""
-    deployment = Deployment(name, cluster, options)
+    deployment = Deployment(name, cluster, options, model_path)
     cluster.frontend()
     for role in deployment.roles:
         for _ in range(count):

@@ -72,15 +72,15 @@ async def serve(config: WorkerConfig) -> int:
     from dynamo.trtllm.engines.factory import create_engine
     from dynamo.trtllm.frontend.endpoint import EndpointServer
     from dynamo.trtllm.metrics import MODEL_LOAD_TIME
-    from dynamo.trtllm.model_files import resolve_model, with_default_template
+    from dynamo.trtllm.model_files import resolve_model
     from dynamo.trtllm.request_handlers.handlers import create_handler
+    from dynamo.trtllm.served_template import with_served_template
     from dynamo.trtllm.service.binding_log import LoggedErrors
     from dynamo.trtllm.service.metrics_page import MetricsPage
     from dynamo.trtllm.service.runtime import Service, connect
 
     config = replace(config, engine=replace(config.engine, model_path=await resolve_model(config.model.path)))
     require_no_faults(config)  # once more: a model that was fetched just now could not be looked at before
-    config = replace(config, model=with_default_template(config.model, config.engine.model_path))
     async with AsyncExitStack() as stack:
         quiet = stack.enter_context(LoggedErrors.on_stderr())
         engine = create_engine(config.engine)
@@ -88,6 +88,8 @@ async def serve(config: WorkerConfig) -> int:
         starting = time.monotonic()
         info = await engine.start()
         load_time_s = time.monotonic() - starting
+        model = with_served_template(config.model, config.engine.model_path, info.media)
+        config = replace(config, model=model)
         runtime = connect(config.runtime)
         stack.callback(runtime.shutdown)
         handler = await create_handler(config, engine, info, runtime)

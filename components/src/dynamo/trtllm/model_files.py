@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
-import os
 import re
 import stat
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dynamo.trtllm.config import ModelConfig
 from dynamo.trtllm.errors import StartupError
 
 DEMO_MODEL = "demo"
@@ -214,22 +210,3 @@ def template_fault(text: str) -> str | None:
             f"is no chat template, its line {error.lineno} is not Jinja: correct it, or give another template"
         )
     return None
-
-
-def with_default_template(model: ModelConfig, directory: str) -> ModelConfig:
-    """`model` with the default of several named chat templates in a file of its own, where its files have
-    such a list.
-
-    Dynamo's frontend lists a model with a list of templates and then refuses every chat. The file goes when
-    the process ends.
-    """
-    template = None
-    with suppress(StartupError):  # no default among them: said already where a chat is served
-        template = find_chat_template(Path(directory))
-    if template is None or not template.named or model.custom_jinja_template:
-        return model
-    handle, name = tempfile.mkstemp(prefix="dynamo-trtllm-", suffix=".jinja")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(template.text)
-    atexit.register(Path(name).unlink, missing_ok=True)
-    return replace(model, custom_jinja_template=name)

@@ -16,7 +16,7 @@ from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.errors import ClientFault, PartFault, require_room
 from dynamo.trtllm.frontend.request import Request
 from dynamo.trtllm.metrics import Readings, Stage
-from dynamo.trtllm.multimodal.kinds.registry import in_words, plural_of
+from dynamo.trtllm.multimodal.kinds.registry import KINDS, in_words, plural_of
 from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.stages import measured
@@ -124,4 +124,7 @@ def _check_places(kind: str, places: int, items: int) -> None:
     why = "the text must not contain the model's placeholder"
     if places < items:
         why = "the model's chat template has to write one for each"
+    elif not items and kind in KINDS and KINDS[kind].message_parts:
+        part, other = in_words(KINDS[kind].message_parts, "or"), KINDS[kind].part_type
+        why += f"; without other media beside it no worker gets {part}: send it as {other}, with a data URL"
     raise ClientFault(f"the prompt has {places} {kind} placeholders for {items} {kind} parts; {why}")

@@ -41,7 +41,7 @@ def read_audio(data: bytes, rate: int, limits: AudioLimits) -> DecodedAudio:
     with damage_named(BROKEN), opened(data, kind.demuxer, kind.codecs) as container:
         stream = _sound_stream(container, kind)
         declared_s = float(stream.duration * stream.time_base) if stream.duration else None
-        _check_length(declared_s or 0.0, limits)
+        _check_length((declared_s or 0.0) - _LENGTH_TOLERANCE_S, limits)  # some count what an encoder adds
         pieces = list(_Mixer(rate, limits).pieces(_frames(container, stream)))
     samples = np.concatenate(pieces) if pieces else np.empty(0, np.float32)
     if not len(samples):
