@@ -203,6 +203,14 @@ def test_a_limit_is_said_with_both_numbers(data: bytes, limits: dict[str, Any], 
     assert caught.value.message == words
 
 
+@pytest.mark.parametrize(
+    ("container", "codec"), [("ogg", "libopus"), ("mp3", "libmp3lame"), ("flac", "flac")]
+)
+def test_a_sound_of_just_the_longest_duration_is_taken_whole(container: str, codec: str) -> None:
+    data = encoded(tone(2.0, rate=48000), container=container, codec=codec)
+    assert len(read(data, max_duration_s=2.0)) == 2 * RATE
+
+
 @pytest.mark.parametrize("size", [0, 0xFFFFFFFF])
 def test_a_sound_that_hides_its_length_is_stopped_at_the_limit(size: int) -> None:
     with pytest.raises(LimitFault, match=r"this worker takes at most 0\.5 s"):
