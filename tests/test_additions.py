@@ -140,7 +140,7 @@ class PointsKind(MediaKind):
     part_type = "points_url"
     accept = "model/*"
 
-    def rule(self, model, options):
+    def rule(self, model, options, config):
         return options.get("most", model)
 
     def inspect(self, data, rule, config):

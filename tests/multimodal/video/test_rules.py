@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo.trtllm.config import VideoLimits
+from dynamo.trtllm.config import MediaConfig, VideoLimits
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.frame_rules import QWEN2_VL, QWEN3_VL, FrameRule, Spread
+from dynamo.trtllm.multimodal.kinds.registry import KINDS
 from dynamo.trtllm.multimodal.video.reading import read_video
 from media.clips import clip
 
@@ -141,3 +142,11 @@ def test_a_choice_that_no_clip_can_meet_is_refused_in_words(asked: dict[str, Any
 def test_num_frames_takes_the_place_of_the_models_own_rate() -> None:
     assert QWEN3_VL.asked(num_frames=3).choose(100, 10.0) == (0, 50, 99)
     assert QWEN3_VL.asked(fps=1).choose(100, 10.0) == tuple(range(0, 100, 11))
+
+
+def test_a_long_clip_is_shown_in_as_many_frames_as_the_worker_takes() -> None:
+    few = MediaConfig(video=VideoLimits(max_frames=3))
+    kind = KINDS["video"]
+    assert len(kind.rule(QWEN3_VL, {}, MediaConfig()).choose(10_000, 10.0)) == 128
+    assert kind.rule(QWEN3_VL, {}, few).choose(10_000, 10.0) == (0, 5000, 9999)
+    assert len(kind.rule(QWEN3_VL, {"num_frames": 5}, few).choose(10_000, 10.0)) == 5  # which the reader refuses

@@ -114,25 +114,51 @@ class ModelConfig:
 class VideoLimits:
     """What one clip may cost. Of its frames only the chosen ones are kept, three bytes a pixel."""
 
-    max_duration_s: float = 1800.0
-    max_frames: int = 128
-    """Frames that a model may be shown of one clip;
-    also the most that are chosen when a request asks for none."""
-    max_frame_pixels: int = 9_000_000
-    max_pixels: int = 300_000_000
-    """Of all chosen frames together: 900 MB."""
-    decode_timeout_s: float = 60.0
-    """Processor time that opening and decoding one clip may take."""
+    max_duration_s: float = flag(
+        "--max-video-duration", SECONDS, 1800.0, "Longest video.", roles=_WITH_MEDIA
+    )
+    max_frames: int = flag(
+        "--max-video-frames",
+        COUNT,
+        128,
+        "Most frames of one video that the model is shown: no more are chosen, and a request that asks for "
+        "more is refused.",
+        roles=_WITH_MEDIA,
+    )
+    max_frame_pixels: int = flag(
+        "--max-video-frame-pixels", COUNT, 9_000_000, "Most pixels of one frame.", roles=_WITH_MEDIA
+    )
+    max_pixels: int = flag(
+        "--max-video-pixels",
+        COUNT,
+        300_000_000,
+        "Most pixels of all frames of one video that the model is shown; each takes three bytes.",
+        roles=_WITH_MEDIA,
+    )
+    decode_timeout_s: float = flag(
+        "--video-decode-timeout",
+        SECONDS,
+        60.0,
+        "Longest processor time for opening and decoding one video; then its request is answered with a 400.",
+        roles=_WITH_MEDIA,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioLimits:
     """What one sound may cost. Its samples take four bytes each at the model's rate."""
 
-    max_duration_s: float = 1800.0
+    max_duration_s: float = flag(
+        "--max-audio-duration", SECONDS, 1800.0, "Longest sound.", roles=_WITH_MEDIA
+    )
     max_channels: int = 8
-    decode_timeout_s: float = 30.0
-    """Processor time that decoding one sound may take."""
+    decode_timeout_s: float = flag(
+        "--audio-decode-timeout",
+        SECONDS,
+        30.0,
+        "Longest processor time for decoding one sound; then its request is answered with a 400.",
+        roles=_WITH_MEDIA,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ class MediaLoader:
             return None, uuids.UNKNOWN
         if content.is_embedding_file and part.options:
             return None, NOT_PREPARED
-        rule = KINDS[part.kind].rule(self._takes[part.kind].rule, part.options)
+        rule = KINDS[part.kind].rule(self._takes[part.kind].rule, part.options, self._config)
         item = self._cache.find(_cache_key(part.kind, content, _name_of(content.digest, rule, part.options)))
         return item, uuids.PREPARED_OTHERWISE if part.options else uuids.UNKNOWN
 
@@ -204,7 +204,7 @@ class MediaLoader:
         if content.is_embedding_file:
             return Inspected(part, source, data, content, content.digest, None, None, 0)
         kind = KINDS[part.kind]
-        rule = kind.rule(self._takes[part.kind].rule, part.options)
+        rule = kind.rule(self._takes[part.kind].rule, part.options, self._config)
         shape = kind.inspect(data, rule, self._config)
         tokens = self._engine.media_tokens(shape, part.options) if shape is not None else 0
         name = _name_of(content.digest, rule, part.options)

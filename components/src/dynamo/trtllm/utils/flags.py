@@ -7,6 +7,7 @@ from typing import Any
 
 from dynamo.trtllm.config import (
     ENGINE_FLAGS,
+    AudioLimits,
     CheckOptions,
     EngineConfig,
     MediaConfig,
@@ -15,6 +16,7 @@ from dynamo.trtllm.config import (
     RuntimeConfig,
     Sources,
     TransferConfig,
+    VideoLimits,
     WorkerConfig,
 )
 from dynamo.trtllm.flag import Flag, flags_of
@@ -27,6 +29,8 @@ _LAYERS: tuple[tuple[str, type[Any]], ...] = (
     ("Engine", EngineConfig),
     ("Engine", Sources),
     ("Media", MediaConfig),
+    ("Media", VideoLimits),
+    ("Media", AudioLimits),
     ("Transfer", TransferConfig),
     ("Check", CheckOptions),
     ("Older flags", RuntimeConfig),

@@ -19,6 +19,7 @@ import dynamo.trtllm
 from dynamo.trtllm.config import (
     DEFAULT_ENGINE_ARGS,
     MEBIBYTE,
+    AudioLimits,
     CheckOptions,
     EngineConfig,
     EngineKind,
@@ -30,6 +31,7 @@ from dynamo.trtllm.config import (
     Role,
     Sources,
     TransferConfig,
+    VideoLimits,
     WorkerConfig,
     default_endpoint,
 )
@@ -45,7 +47,7 @@ from dynamo.trtllm.utils.dynamo_options import (
     runtime_layer,
 )
 from dynamo.trtllm.utils.engine_args import drop_empty, show
-from dynamo.trtllm.utils.flags import FLAGS
+from dynamo.trtllm.utils.flags import FLAGS, GROUPS
 from dynamo.trtllm.utils.layers import Layer, leaves, merge_layers, nested, origin_of, split_dotted
 from dynamo.trtllm.utils.ports import check_ports
 from dynamo.trtllm.utils.settings import (
@@ -195,6 +197,8 @@ def _published(settings: Settings) -> dict[str, bool]:
 def _media(settings: Settings, options: DynamoOptions) -> dict[str, Any]:
     """Media fields that do not follow from one flag alone."""
     fields: dict[str, Any] = {
+        "video": fill(VideoLimits, settings),
+        "audio": fill(AudioLimits, settings),
         "local_files": "--allowed-local-media-path" in settings,
         "allow_internal": truth_of(os.environ, "DYN_MM_ALLOW_INTERNAL"),
     }
@@ -277,7 +281,7 @@ def _notes(config: WorkerConfig, settings: Settings) -> list[str]:
         f"{name} is not a variable of this worker, so it is ignored" for name in unknown_variables(os.environ)
     ]
     if config.model.modality is Modality.TEXT:
-        media = {flag.name for flag in flags_of(MediaConfig).values()}
+        media = {flag.name for flag in GROUPS["Media"]}
         unused = [each.name for name, each in settings.items() if name in media and each.level > Level.SHARED]
         if unused:
             notes.append(

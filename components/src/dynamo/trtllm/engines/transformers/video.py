@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from dynamo.trtllm.config import VideoLimits
 from dynamo.trtllm.core import DecodedMedia, DecodedVideo, EncodedMedia
 from dynamo.trtllm.engines.port import MediaInput, ProcessorOption
 from dynamo.trtllm.engines.transformers.encoder import FeatureCall, PixelInputs
@@ -23,8 +22,7 @@ from dynamo.trtllm.engines.transformers.tokens import ImageTokens, VideoTokens
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.frame_rules import QWEN2_VL, QWEN3_VL, FrameRule
 
-_MOST_FRAMES = VideoLimits.max_frames
-_COUNT = ProcessorOption(least=1, most=_MOST_FRAMES)
+_COUNT = ProcessorOption(least=1, most=10_000)
 FRAME_OPTIONS = {
     "fps": ProcessorOption(least=0.01, most=120.0, whole=False),
     "num_frames": _COUNT,
@@ -36,9 +34,9 @@ as Transformers' video processors name them."""
 
 
 def frame_rule(video: VideoTokens) -> FrameRule:
-    """The model's own choice of frames; of a long clip no more than the worker shows."""
+    """The model's own choice of frames."""
     rule = QWEN3_VL if video.write is not None else QWEN2_VL
-    return replace(rule, max_frames=min(rule.max_frames, _MOST_FRAMES), temporal_patch_size=video.together)
+    return replace(rule, temporal_patch_size=video.together)
 
 
 class VideoEncoder:

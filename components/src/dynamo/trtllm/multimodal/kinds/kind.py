@@ -40,7 +40,7 @@ class MediaKind(ABC):
     embedding_files: ClassVar[bool] = False
     """Whether a file of precomputed embeddings may stand for an item."""
 
-    def rule(self, model: Any, options: Mapping[str, Any]) -> Any:
+    def rule(self, model: Any, options: Mapping[str, Any], config: MediaConfig) -> Any:
         """What of an item is read: the model's own rule (`MediaInput.rule`) with what a request's options
         say.
 

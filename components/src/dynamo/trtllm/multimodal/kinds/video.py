@@ -26,8 +26,11 @@ class VideoKind(MediaKind):
     part_type = "video_url"
     accept = "video/*,*/*;q=0.5"
 
-    def rule(self, model: FrameRule, options: Mapping[str, Any]) -> FrameRule:
-        return model.asked(**{name: options[name] for name in _CHOICE if name in options})
+    def rule(self, model: FrameRule, options: Mapping[str, Any], config: MediaConfig) -> FrameRule:
+        """As the model's, with no more frames than the worker's limit unless the request asks for more."""
+        most = min(model.max_frames, config.video.max_frames)
+        bounded = replace(model, max_frames=most, min_frames=min(model.min_frames, most))
+        return bounded.asked(**{name: options[name] for name in _CHOICE if name in options})
 
     def inspect(self, data: bytes, rule: Any, config: MediaConfig) -> MediaShape | None:
         demuxer_of(data)
