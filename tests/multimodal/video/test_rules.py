@@ -149,4 +149,4 @@ def test_a_long_clip_is_shown_in_as_many_frames_as_the_worker_takes() -> None:
     kind = KINDS["video"]
     assert len(kind.rule(QWEN3_VL, {}, MediaConfig()).choose(10_000, 10.0)) == 128
     assert kind.rule(QWEN3_VL, {}, few).choose(10_000, 10.0) == (0, 5000, 9999)
-    assert len(kind.rule(QWEN3_VL, {"num_frames": 5}, few).choose(10_000, 10.0)) == 5  # which the reader refuses
+    assert len(kind.rule(QWEN3_VL, {"num_frames": 5}, few).choose(10_000, 10.0)) == 5
