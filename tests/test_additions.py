@@ -161,9 +161,9 @@ KIND_IN_THE_PIPELINE = {
 """Files below the package, and what each becomes."""
 KIND_IN_AN_ENGINE_AND_IN_PROSE = (
     "engines/transformers/families.py",  # what the model's prompt writes for an item
-    "engines/transformers/encoder.py",  # from the item to features
+    "engines/transformers/media.py",  # the encoder's name
+    "engines/transformers/points.py",  # the encoder: from the item to features
     "README.md",  # a row of the table of modalities
-    "tests/multimodal/test_points.py",
 )
 ASK_ABOUT_POINTS = """
 import asyncio, json, sys

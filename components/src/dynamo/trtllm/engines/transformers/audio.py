@@ -16,7 +16,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from dynamo.trtllm.audio_rule import AudioRule
 from dynamo.trtllm.core import DecodedAudio, DecodedMedia, EncodedMedia
 from dynamo.trtllm.engines.port import MediaInput
-from dynamo.trtllm.engines.transformers.encoder import PixelInputs
+from dynamo.trtllm.engines.transformers.encoder import TowerInputs
 from dynamo.trtllm.engines.transformers.loading import LoadedModel, unsupported
 from dynamo.trtllm.engines.transformers.tokens import AudioTokens
 from dynamo.trtllm.errors import ClientFault, LimitFault
@@ -25,9 +25,10 @@ from dynamo.trtllm.errors import ClientFault, LimitFault
 class AudioEncoder:
     """The audio side of one model. Raises `StartupError` where its files do not belong together."""
 
-    def __init__(self, loaded: LoadedModel, audio: AudioTokens) -> None:
-        self._loaded = loaded
-        self._audio = audio
+    def __init__(self, loaded: LoadedModel) -> None:
+        audio = loaded.tokens["audio"]
+        assert isinstance(audio, AudioTokens)
+        self._loaded, self._audio = loaded, audio
         self._extractor = loaded.processor.feature_extractor
         self._tower = loaded.model.base_model.audio_tower
         self._projector = loaded.model.base_model.multi_modal_projector
@@ -45,7 +46,7 @@ class AudioEncoder:
         rule = AudioRule(rate=rate, max_duration_s=self._extractor.n_samples / rate)
         return MediaInput(placeholder_id=self._audio.feature, rule=rule, encodes=True, takes_encoded=True)
 
-    def preprocess(self, item: DecodedMedia) -> PixelInputs:
+    def preprocess(self, item: DecodedMedia) -> TowerInputs:
         """The spectrogram, filled up with silence to the length that the model takes.
 
         Raises `ClientFault` for a sound too short to be heard,
@@ -71,9 +72,9 @@ class AudioEncoder:
             return_tensors="pt",
         )
         tensors = {"input_features": output["input_features"], "heard": output["attention_mask"]}
-        return PixelInputs(item.digest, tensors, token_ids=(self._audio.feature,) * rows)
+        return TowerInputs(item.digest, tensors, token_ids=(self._audio.feature,) * rows)
 
-    def encode(self, sounds: Sequence[PixelInputs]) -> list[EncodedMedia]:
+    def encode(self, sounds: Sequence[TowerInputs]) -> list[EncodedMedia]:
         """Features of `sounds` in one pass through the audio tower."""
         features = torch.cat([sound.tensors["input_features"] for sound in sounds])
         frames = torch.cat([sound.tensors["heard"] for sound in sounds]).sum(-1)

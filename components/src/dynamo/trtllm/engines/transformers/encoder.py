@@ -24,8 +24,10 @@ from dynamo.trtllm.errors import ClientFault, require_room
 
 
 @dataclass(frozen=True)
-class PixelInputs:
-    """One item as the vision tower takes it: the processor's tensors, the first dimension counts images or patches."""
+class TowerInputs:
+    """One item as the vision or audio tower takes it: the processor's tensors, the first dimension counts images,
+    patches or sounds.
+    """
 
     digest: str
     tensors: Mapping[str, torch.Tensor]
@@ -38,8 +40,8 @@ class MediaEncoder(Protocol):
     """One kind's side of one model."""
 
     def input(self, context_length: int) -> MediaInput: ...
-    def preprocess(self, item: DecodedMedia) -> PixelInputs: ...
-    def encode(self, items: Sequence[PixelInputs]) -> list[EncodedMedia]: ...
+    def preprocess(self, item: DecodedMedia) -> TowerInputs: ...
+    def encode(self, items: Sequence[TowerInputs]) -> list[EncodedMedia]: ...
     def tokens_of(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> int | None: ...
 
 
@@ -55,7 +57,7 @@ class FeatureCall:
         """What the method takes of a processor's output."""
         return {name: value for name, value in output.items() if name in self._inputs and isinstance(value, torch.Tensor)}
 
-    def __call__(self, items: Sequence[PixelInputs]) -> list[dict[str, torch.Tensor]]:
+    def __call__(self, items: Sequence[TowerInputs]) -> list[dict[str, torch.Tensor]]:
         """The levels of features of each item, as `EncodedMedia.tensors`."""
         inputs = {name: _stack([item.tensors[name] for item in items]) for name in items[0].tensors}
         for name, tensor in inputs.items():
@@ -68,13 +70,21 @@ class FeatureCall:
         ]
 
 
+def image_side(loaded: LoadedModel) -> tuple[ImageRules, ImageTokens]:
+    """How a model that takes images takes them."""
+    tokens = loaded.tokens["image"]
+    assert loaded.family is not None
+    assert loaded.family.image is not None
+    assert isinstance(tokens, ImageTokens)
+    return loaded.family.image, tokens
+
+
 class ImageEncoder:
     """The image side of one model."""
 
-    def __init__(self, loaded: LoadedModel, rules: ImageRules, image: ImageTokens) -> None:
+    def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._rules = rules
-        self._image = image
+        self._rules, self._image = image_side(loaded)
         self._features = FeatureCall(loaded, "get_image_features")
 
     def input(self, context_length: int) -> MediaInput:
@@ -87,7 +97,7 @@ class ImageEncoder:
             options=self._rules.options(self._image, context_length),
         )
 
-    def preprocess(self, item: DecodedMedia) -> PixelInputs:
+    def preprocess(self, item: DecodedMedia) -> TowerInputs:
         """Resize and normalise. Raises `ClientFault` for an image whose shape the model does not take."""
         if not isinstance(item, DecodedImage):
             raise ClientFault(f"this model takes no {item.kind}")
@@ -98,7 +108,7 @@ class ImageEncoder:
         except (ValueError, ZeroDivisionError) as error:
             size = f"{item.image.width} x {item.image.height}"
             raise ClientFault(f"this model cannot take an image of {size} pixels; use a larger or less elongated one") from error
-        return PixelInputs(item.digest, self._features.inputs_in(output))
+        return TowerInputs(item.digest, self._features.inputs_in(output))
 
     def _processor_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -109,7 +119,7 @@ class ImageEncoder:
             options["device"] = self._loaded.device
         return options
 
-    def encode(self, images: Sequence[PixelInputs]) -> list[EncodedMedia]:
+    def encode(self, images: Sequence[TowerInputs]) -> list[EncodedMedia]:
         """Features of `images` in one pass through the vision tower."""
         key = self._rules.size_key
         sizes = [{} if key is None else {key: image.tensors[key][0].tolist()} for image in images]

@@ -104,7 +104,7 @@ class TransformersEngine(Engine):
                 "torch_threads": torch.get_num_threads(),
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
-                "image_token_id": loaded.image.feature if loaded.image else None,
+                "image_token_id": loaded.features.get("image"),
             },
         )
 

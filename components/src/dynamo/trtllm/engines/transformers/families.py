@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from dynamo.trtllm.engines.port import ProcessorOption
-from dynamo.trtllm.engines.transformers.tokens import AudioTokens, ImageTokens, VideoTokens
+from dynamo.trtllm.engines.transformers.tokens import AudioTokens, ImageTokens, MediaTokens, VideoTokens
 from dynamo.trtllm.errors import ClientFault
 
 Extras = Mapping[str, Any]
@@ -60,19 +60,23 @@ class ImageRules:
 
 @dataclass(frozen=True)
 class Family:
-    """One family: the kinds of media that it takes, each with what reads its ids
-    of the configuration and the processor."""
+    """One family, and the kinds of media that it takes."""
 
     name: str
     image: ImageRules | None = None
-    video: Callable[[Any, Any], VideoTokens] | None = None
-    audio: Callable[[Any, Any], AudioTokens] | None = None
+    others: Mapping[str, Callable[[Any, Any], MediaTokens]] = field(default_factory=dict)
+    """The kinds beside images by their names, each with what reads its ids of configuration and processor."""
     grid: bool = False
     """Positions follow `image_grid_thw` (M-RoPE)."""
     mutual: bool = False
     """The tokens of an image see one another in both directions."""
     levels: Callable[[Any], int] = lambda config: 0
     """Feature levels beside the first (deepstack)."""
+
+    def tokens(self, config: Any, processor: Any) -> dict[str, MediaTokens]:
+        """What stands for an item in a prompt, by the kinds of media."""
+        readers = {} if self.image is None else {"image": self.image.tokens}
+        return {kind: read(config, processor) for kind, read in {**readers, **self.others}.items()}
 
 
 def _repeat(tokens: ImageTokens, rows: int, extras: Extras) -> tuple[int, ...]:
@@ -225,12 +229,12 @@ _MISTRAL3 = ImageRules(
 )
 
 FAMILIES: Mapping[str, Family] = {
-    "qwen2_vl": Family("Qwen2-VL", _QWEN, _qwen_video, grid=True),
-    "qwen2_5_vl": Family("Qwen2.5-VL", _QWEN, partial(_qwen_video, paced=True), grid=True),
+    "qwen2_vl": Family("Qwen2-VL", _QWEN, {"video": _qwen_video}, grid=True),
+    "qwen2_5_vl": Family("Qwen2.5-VL", _QWEN, {"video": partial(_qwen_video, paced=True)}, grid=True),
     "qwen3_vl": Family(
         "Qwen3-VL",
         _QWEN,
-        partial(_qwen_video, timed=True),
+        {"video": partial(_qwen_video, timed=True)},
         grid=True,
         levels=lambda config: len(config.vision_config.deepstack_visual_indexes),
     ),
@@ -238,7 +242,7 @@ FAMILIES: Mapping[str, Family] = {
     "llava_next": Family("LLaVA-NeXT", replace(_LLAVA, size_key="image_sizes")),
     "mistral3": Family("Mistral 3", _MISTRAL3),
     "gemma3": Family("Gemma 3", ImageRules(_gemma3_tokens, _repeat, _no_extras), mutual=True),
-    "qwen2_audio": Family("Qwen2-Audio", audio=_qwen2_audio),
+    "qwen2_audio": Family("Qwen2-Audio", others={"audio": _qwen2_audio}),
 }
 """By the configuration's `model_type`."""
 

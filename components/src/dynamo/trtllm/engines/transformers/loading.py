@@ -8,6 +8,7 @@ Messages name the architecture and what is supported, never a path.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from dynamo.trtllm.engines.transformers.cache import CacheShape
 from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, supported_names
 from dynamo.trtllm.engines.transformers.fusion import fuse
 from dynamo.trtllm.engines.transformers.options import EngineOptions
-from dynamo.trtllm.engines.transformers.tokens import AudioTokens, ImageTokens, VideoTokens
+from dynamo.trtllm.engines.transformers.tokens import MediaTokens
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.model_files import architectures_of, read_model_json
 
@@ -50,9 +51,8 @@ class LoadedModel:
     family: Family | None
     """None: text only, either by model or by modality."""
     processor: Any
-    image: ImageTokens | None
-    video: VideoTokens | None
-    audio: AudioTokens | None
+    tokens: Mapping[str, MediaTokens]
+    """What stands for an item in a prompt, by the kinds of media that the model takes."""
     levels: int
     cache_shape: CacheShape
     layer_types: tuple[str, ...]
@@ -71,8 +71,7 @@ class LoadedModel:
     @property
     def features(self) -> dict[str, int]:
         """The id that stands for one row of features, by the kinds of media that the model takes."""
-        tokens = {"image": self.image, "video": self.video, "audio": self.audio}
-        return {kind: each.feature for kind, each in tokens.items() if each is not None}
+        return {kind: each.feature for kind, each in self.tokens.items()}
 
     @property
     def device(self) -> torch.device:
@@ -114,9 +113,7 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
         architecture=architecture,
         family=served,
         processor=processor,
-        image=served.image.tokens(model.config, processor) if served and served.image else None,
-        video=served.video(model.config, processor) if served and served.video else None,
-        audio=served.audio(model.config, processor) if served and served.audio else None,
+        tokens=served.tokens(model.config, processor) if served else {},
         levels=served.levels(model.config) if served else 0,
         cache_shape=shape,
         layer_types=layer_types,

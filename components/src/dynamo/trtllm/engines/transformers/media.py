@@ -1,22 +1,21 @@
-"""The kinds of media that a model takes here, each with what encodes it:
-the one place that names them all."""
+"""The kinds of media that the engine takes, each with what encodes it: the one place that names them all."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from dynamo.trtllm.engines.transformers.audio import AudioEncoder
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, MediaEncoder
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.engines.transformers.video import VideoEncoder
 
+ENCODERS: Mapping[str, Callable[[LoadedModel], MediaEncoder]] = {
+    "image": ImageEncoder,
+    "video": VideoEncoder,
+    "audio": AudioEncoder,
+}
+
 
 def encoders_of(loaded: LoadedModel) -> dict[str, MediaEncoder]:
-    """By the names of the kinds; empty for a model that takes text alone. Raises `StartupError`."""
-    found: dict[str, MediaEncoder] = {}
-    rules = loaded.family.image if loaded.family is not None else None
-    if rules is not None and loaded.image is not None:
-        found["image"] = ImageEncoder(loaded, rules, loaded.image)
-        if loaded.video is not None:
-            found["video"] = VideoEncoder(loaded, rules, loaded.image, loaded.video)
-    if loaded.audio is not None:
-        found["audio"] = AudioEncoder(loaded, loaded.audio)
-    return found
+    """Those of the kinds that `loaded` takes; none where it takes text alone. Raises `StartupError`."""
+    return {kind: ENCODERS[kind](loaded) for kind in loaded.tokens}

@@ -1,10 +1,18 @@
-"""What stands for an item of media in a prompt:
-the ids that a model's configuration and processor name, one class a kind."""
+"""What stands for an item of media in a prompt: the ids that a model's configuration and processor name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class MediaTokens(Protocol):
+    """What the engine must know of every kind."""
+
+    @property
+    def feature(self) -> int:
+        """What stands for one row of features."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ import numpy as np
 
 from dynamo.trtllm.core import DecodedMedia, DecodedVideo, EncodedMedia
 from dynamo.trtllm.engines.port import MediaInput, ProcessorOption
-from dynamo.trtllm.engines.transformers.encoder import FeatureCall, PixelInputs
-from dynamo.trtllm.engines.transformers.families import ImageRules
+from dynamo.trtllm.engines.transformers.encoder import FeatureCall, TowerInputs, image_side
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
-from dynamo.trtllm.engines.transformers.tokens import ImageTokens, VideoTokens
+from dynamo.trtllm.engines.transformers.tokens import VideoTokens
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.frame_rules import QWEN2_VL, QWEN3_VL, FrameRule
 
@@ -40,15 +39,13 @@ def frame_rule(video: VideoTokens) -> FrameRule:
 
 
 class VideoEncoder:
-    """The video side of one model, which says of sizes what its image side does: `rules` and `image`."""
+    """The video side of one model, which says of sizes what its image side does."""
 
-    def __init__(
-        self, loaded: LoadedModel, rules: ImageRules, image: ImageTokens, video: VideoTokens
-    ) -> None:
-        self._loaded = loaded
-        self._rules = rules
-        self._image = image
-        self._video = video
+    def __init__(self, loaded: LoadedModel) -> None:
+        tokens = loaded.tokens["video"]
+        assert isinstance(tokens, VideoTokens)
+        self._loaded, self._video = loaded, tokens
+        self._rules, self._image = image_side(loaded)
         self._features = FeatureCall(loaded, "get_video_features")
         self._processor = loaded.processor.video_processor
 
@@ -62,7 +59,7 @@ class VideoEncoder:
             options={**self._rules.options(self._image, context_length), **FRAME_OPTIONS},
         )
 
-    def preprocess(self, item: DecodedMedia) -> PixelInputs:
+    def preprocess(self, item: DecodedMedia) -> TowerInputs:
         """Resize and normalise. Raises `ClientFault` for frames whose shape the model does not take."""
         if not isinstance(item, DecodedVideo):
             raise ClientFault(f"this model takes no {item.kind}")
@@ -82,7 +79,7 @@ class VideoEncoder:
         if self._video.paced:
             extras["second_per_grid_ts"] = self._video.together / _sampled_fps(item)
         ids = self._video.expand(grid, self._times_s(item))
-        return PixelInputs(item.digest, self._features.inputs_in(output), extras, ids)
+        return TowerInputs(item.digest, self._features.inputs_in(output), extras, ids)
 
     def _whole_patches(self, frames: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """A clip of fewer frames than the model takes together shows its last one again."""
@@ -95,7 +92,7 @@ class VideoEncoder:
         times += times[-1:] * (-len(times) % together)
         return [(times[at] + times[at + together - 1]) / 2 for at in range(0, len(times), together)]
 
-    def encode(self, videos: Sequence[PixelInputs]) -> list[EncodedMedia]:
+    def encode(self, videos: Sequence[TowerInputs]) -> list[EncodedMedia]:
         """Features of `videos` in one pass through the vision tower."""
         return [
             EncodedMedia("video", video.digest, tensors, video.token_ids, video.extras)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dynamo.trtllm import metrics
-from dynamo.trtllm.engines.transformers.encoder import MediaEncoder, PixelInputs
+from dynamo.trtllm.engines.transformers.encoder import MediaEncoder, TowerInputs
 from dynamo.trtllm.engines.transformers.scheduler import Scheduler, device_is_lost
 from dynamo.trtllm.engines.transformers.sequence import Sequence
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
@@ -32,10 +32,10 @@ _LONG_PICTURES = 1 << 22
 
 @dataclass(eq=False)
 class EncodeJob:
-    """One item on its way through the vision tower."""
+    """One item on its way through its tower."""
 
     kind: str
-    pixels: PixelInputs
+    inputs: TowerInputs
     sink: Any
 
 
@@ -200,7 +200,7 @@ class Worker:
         jobs: list[EncodeJob] = []
         values = 0
         while self._encodes and len(jobs) < _MAX_ENCODE_BATCH:
-            values += sum(t.numel() for t in self._encodes[0].pixels.tensors.values())
+            values += sum(t.numel() for t in self._encodes[0].inputs.tensors.values())
             if jobs and (values > _MAX_ENCODE_VALUES or self._encodes[0].kind != jobs[0].kind):
                 break
             jobs.append(self._encodes.popleft())
@@ -216,7 +216,7 @@ class Worker:
 
     def _encode(self, jobs: list[EncodeJob]) -> list[tuple[Any, Any]]:
         try:
-            encoded = self._encoders[jobs[0].kind].encode([job.pixels for job in jobs])
+            encoded = self._encoders[jobs[0].kind].encode([job.inputs for job in jobs])
         except Exception as error:
             if device_is_lost(error):
                 raise
