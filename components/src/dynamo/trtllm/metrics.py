@@ -162,7 +162,7 @@ ENGINE_OUTPUT_TOKENS = Counter(
     "dynamo_trtllm_engine_output_tokens_total", "tokens", "Output tokens computed.", _GENERATION
 )
 ENGINE_ENCODED_IMAGES = Counter(
-    "dynamo_trtllm_engine_encoded_images_total", "images", "Images encoded.", _MEDIA
+    "dynamo_trtllm_engine_encoded_images_total", "images", "Images, videos and sounds encoded.", _MEDIA
 )
 ENGINE_USED_BLOCKS = Gauge(
     "dynamo_trtllm_engine_used_kv_blocks", "blocks", "KV cache blocks set aside for requests.", _GENERATION
