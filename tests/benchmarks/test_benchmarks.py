@@ -96,6 +96,17 @@ def test_stages_shows_where_the_time_to_first_token_goes(tmp_path: Path) -> None
     assert [bar["limit"] for bar in stored["bars"]] == [0.95, 1.0]
 
 
+def test_a_flood_of_clips_stands_beside_text_requests_alone(tmp_path: Path) -> None:
+    sizes = ("--rounds", "1", "--requests", "4", "--clips", "2", "--duration", "8")
+    printed, stored = run("flood.py", tmp_path, *sizes)
+    assert "text requests of 16 tokens, alone and beside 2 clips at a time" in printed
+    (phases,) = stored["rounds"]
+    assert [len(phases[name]["requests_s"]) for name in ("alone", "flood")] == [4, 4]
+    assert list(phases["flood"]["clips"]) == ["200"]
+    assert phases["alone"]["clips"] == {}
+    assert [bar["limit"] for bar in stored["bars"]] == [2.0, 2.0]
+
+
 def test_worker_cost_puts_any_worker_beside_the_empty_handler(tmp_path: Path) -> None:
     extra = f"again={sys.executable} {HERE / 'empty_worker.py'} {{model}} {{name}}"
     sizes = ("--rounds", "2", "--requests", "8", "--tokens", "64", "--concurrency", "4")

@@ -22,7 +22,7 @@ from dynamo.trtllm.multimodal.audio.reading import read_audio
 from dynamo.trtllm.multimodal.clips import read_audio_apart, read_video_apart
 from dynamo.trtllm.multimodal.video.reading import read_video
 from fakes import eventually
-from media.clips import clip
+from media.clips import clip, number_of, numbered
 from media.sounds import encoded, tone, wav
 
 EVERY = replace(QWEN2_VL, fps=None)
@@ -67,6 +67,18 @@ async def test_a_refusal_comes_through_in_its_words(
     with pytest.raises(ClientFault) as caught:
         await read()
     assert (type(caught.value), caught.value.message) == (kind, words)
+
+
+@pytest.mark.asyncio
+async def test_a_clip_of_as_many_pixels_as_may_be_shown_is_read() -> None:
+    limits, size = VideoLimits(), (1920, 1216)
+    assert limits.max_pixels * 0.99 < size[0] * size[1] * limits.max_frames <= limits.max_pixels
+    shape = numbered(5, size)
+    options = {"preset": "ultrafast", "bf": "0"}
+    data = clip(limits.max_frames, size=size, draw=lambda number: shape, options=options)
+    video = await read_video_apart(data, EVERY, limits)
+    assert {number_of(frame) for frame in video.frames} == {5}
+    assert video.frames.shape == (limits.max_frames, size[1], size[0], 3)
 
 
 @pytest.mark.asyncio

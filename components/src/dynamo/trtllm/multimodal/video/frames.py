@@ -6,6 +6,7 @@ decoded frames only the chosen ones are converted and kept. Frames come out upri
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,10 @@ _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 """FFmpeg's own decoders of these leave alpha out."""
 _PIXEL_SLACK = 1 << 16
 """Codecs pad a frame to whole blocks."""
+_COLLECTED_PIXELS = 16_000_000
+"""So many are kept before the frames that they came from are freed: a frame of PyAV 18 refers to itself once
+its side data was read, so only the collector frees it, and that counts objects and not their size.
+"""
 
 
 class ChosenFrames:
@@ -42,6 +47,7 @@ class ChosenFrames:
         for place, index in enumerate(wanted):
             self._places[timeline.shown[index].pts].append(place)
         self._kept: NDArray[np.uint8] | None = None
+        self._uncollected = 0
 
     def decode(self, container: Any, stream: Any) -> tuple[NDArray[np.uint8], list[int]]:
         """The frames, uint8 `[frames, height, width, 3]`, and the places in it that could not be filled.
@@ -93,6 +99,10 @@ class ChosenFrames:
             height, width = picture.shape[:2]
             kept = self._kept = self._allocate((len(self._wanted), height, width, 3))
         kept[place] = picture
+        self._uncollected += frame.width * frame.height
+        if self._uncollected > _COLLECTED_PIXELS:
+            gc.collect()
+            self._uncollected = 0
 
 
 def check_frame(width: int, height: int, frames: int, limits: VideoLimits) -> None:
