@@ -3,12 +3,12 @@
 
 usage: flood.py [--rounds N] [--requests N] [--clips N] [--duration S] [--model-path DIR]
 
-Each round has two phases. Alone: two clients ask text requests, one after the other. Flood: they do the same
-while `--clips` requests at a time, each with a clip that no cache knows, are under way without a pause. The
-clip has just the longest duration that a worker takes by default, and the most pixels that it shows the model.
-The bar: of the time of a text request, and of the gaps between its tokens, the 99th percentile under the flood
-is at most twice that of the same round alone. Prints a table, writes `flood.json` and `flood.png`, and exits
-with 1 when a bar fails.
+Each round has two phases. Alone: two clients ask text requests, one after the other. Flood: they do the
+same while `--clips` requests at a time, each with a clip that no cache knows, are under way without a pause.
+The clip has just the longest duration that a worker takes by default, and the most pixels that it shows the
+model. The bar: of the time of a text request, and of the gaps between its tokens, the 99th percentile under
+the flood is at most twice that of the same round alone. Prints a table, writes `flood.json` and `flood.png`,
+and exits with 1 when a bar fails.
 """
 
 from __future__ import annotations
@@ -220,6 +220,8 @@ def plot(path: Path, rounds: Sequence[dict[str, Phase]], options: argparse.Names
             axes.plot([p99(values)], [0.99], "o", color=report.COLOURS[colour])
         axes.axhline(0.99, color=report.COLOURS["other"], linestyle="dotted", linewidth=1)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_xlabel(f"milliseconds of a {unit} (points: 99th percentile)")
         axes.set_ylabel("share that took at most this long")
         axes.legend(frameon=False, loc="lower right")

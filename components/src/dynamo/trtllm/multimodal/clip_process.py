@@ -24,7 +24,7 @@ from dynamo.trtllm.multimodal.audio.reading import read_audio
 from dynamo.trtllm.multimodal.video.reading import read_video
 
 _NICENESS = 10
-"""Clips take seconds of a processor: where there are too few, running requests go first (`setpriority(2)`)."""
+"""Clips take seconds of a processor: where there are few, running requests go first (`setpriority(2)`)."""
 _OWN_BYTES = 2 << 30
 """Memory for decoding one clip or sound beside its frames or samples; a codec's own frames are most of it."""
 
