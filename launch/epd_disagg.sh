@@ -17,10 +17,10 @@
 #                                            the choice open
 #   NUM_ENCODE_WORKERS, NUM_PREFILL_WORKERS,
 #   NUM_DECODE_WORKERS                       how many (default 1)
-# Without MODEL_PATH it serves Qwen/Qwen2.5-VL-7B-Instruct, whose pictures TensorRT-LLM encodes in a worker of
+# Without MODEL_PATH it serves Qwen/Qwen2.5-VL-7B-Instruct, whose images TensorRT-LLM encodes in a worker of
 # their own. MODEL_PATH=meta-llama/Llama-4-Scout-17B-16E-Instruct takes engine configurations for one node of
 # eight H200 GPUs; TensorRT-LLM has no separate encoder for Llama 4, so the encode worker serves embedding
-# files there, and prefill encodes pictures itself.
+# files there, and prefill encodes images itself.
 set -euo pipefail
 # shellcheck source=launch/lib/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"

@@ -1,4 +1,4 @@
-"""Tiny pictures and embedding files as media parts, and engines to load them with."""
+"""Tiny images and embedding files as media parts, and engines to load them with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOMY = TokenBudget(1, 1 << 20)
 
 
 def png_url(shade: int, size: int = 2) -> str:
-    """A data URL of a grey picture; equal shades and sizes are equal pictures."""
+    """A data URL of a grey image; equal shades and sizes are equal images."""
     buffer = io.BytesIO()
     Image.new("RGB", (size, size), (shade, shade, shade)).save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

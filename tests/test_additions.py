@@ -549,8 +549,8 @@ async def main():
     engine = create_engine(config)
     try:
         info = await engine.start()
-        picture = Image.fromarray(np.zeros((28, 28, 3), np.uint8))
-        (item,) = await engine.encode([DecodedImage("d", picture)])
+        image = Image.fromarray(np.zeros((28, 28, 3), np.uint8))
+        (item,) = await engine.encode([DecodedImage("d", image)])
         ids = (1, 20, *item.token_ids, 30)
         prompt = Prompt(ids, (PlacedMedia(item, 2, len(item.token_ids)),))
         sampling = Sampling(max_tokens=6, ignore_eos=True)

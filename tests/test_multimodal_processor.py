@@ -213,7 +213,7 @@ async def test_a_part_of_a_kind_that_the_engine_does_not_take_is_refused_and_nam
 
 
 @pytest.mark.asyncio
-async def test_pictures_and_embedding_files_are_placed_where_they_were_sent(tmp_path: Path) -> None:
+async def test_images_and_embedding_files_are_placed_where_they_were_sent(tmp_path: Path) -> None:
     engine = GatedEngine()
     loader = await loader_over(engine, allowed_local_path=tmp_path)
     processor = MultimodalProcessor(await engine.start(), loader)

@@ -31,7 +31,7 @@ def test_each_other_variable_stands_in_the_readme(name: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_relative_links_and_pictures_lead_to_files(document: str) -> None:
+def test_relative_links_and_images_lead_to_files(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", path.read_text())
     targets = [

@@ -99,7 +99,7 @@ def new_console() -> Console:
 def add_common_options(parser: ArgumentParser) -> None:
     """Options of every benchmark that reports through `finish`."""
     parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks-out"), help="folder of the JSON file and the picture"
+        "--out", type=Path, default=Path("benchmarks-out"), help="folder of the JSON file and the image"
     )
     parser.add_argument("--no-bars", action="store_true", help="exit with 0 also when a bar fails")
 
@@ -228,7 +228,7 @@ def draw_limit(axes: Axes, height: float, left: float, right: float, text: str) 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the picture, and forget the figure."""
+    """Write the image, and forget the figure."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Serving with the portable engine: how fast it is, what a picture costs, and what each topology adds.
+"""Serving with the portable engine: how fast it is, what an image costs, and what each topology adds.
 
 usage: serving.py [--model-path DIR] [--rounds N ...]   tokens per second beside Transformers' generate,
                                                         and what an image costs that was sent before
        serving.py --topologies [...]                    TTFT and ITL of agg, disagg, disagg_e_pd, epd_disagg
 
 Everything that is compared runs in one command, in rounds that alternate between the sides; bars are held
-against the median of the rounds' ratios. Prints a table, writes JSON and a picture (`serving.*` or
+against the median of the rounds' ratios. Prints a table, writes JSON and an image (`serving.*` or
 `topologies.*`), exits with 1 when a bar fails.
 """
 
@@ -89,7 +89,7 @@ def column(rounds: Rounds, *keys: str, scale: float = 1.0) -> list[float]:
 
 
 def engine_table(rounds: Rounds, concurrency: int) -> Table:
-    table = Table(title="portable engine, one picture per request: median (quartiles)")
+    table = Table(title="portable engine, one image per request: median (quartiles)")
     for name in ("what", "tokens per second", "ratio", "CPU per token, ms"):
         table.add_column(name, justify="left" if name == "what" else "right")
     generate, one, many, guided = (column(rounds, "tokens_per_s", name) for name in ENGINE_SIDES)
@@ -173,7 +173,7 @@ def plot_engine(path: Path, engine: Rounds, media: Rounds, concurrency: int) -> 
         range(3),
         ["Transformers\ngenerate", "portable engine\n1 request", f"portable engine\n{concurrency} at once"],
     )
-    left.set(ylabel="output tokens per second", title="throughput, one picture per request")
+    left.set(ylabel="output tokens per second", title="throughput, one image per request")
     report.fit(left, max(s.high for s in spreads))
     plot_media(right, media)
     report.save(figure, path)
@@ -249,15 +249,15 @@ def milliseconds(latencies: serving_topologies.Latencies, name: str, kind: str, 
 
 def topology_table(found: serving_topologies.Latencies) -> Table:
     table = Table(
-        title="one streamed request with one picture, ms: median (quartiles); ratio to agg in the same round"
+        title="one streamed request with one image, ms: median (quartiles); ratio to agg in the same round"
     )
     for name in (
         "topology",
-        "TTFT, new picture",
+        "TTFT, new image",
         "ratio",
         "TTFT, repeated",
         "ratio",
-        "ITL, new picture",
+        "ITL, new image",
         "ITL, repeated",
     ):
         table.add_column(name, justify="left" if name == "topology" else "right")
@@ -280,7 +280,7 @@ def ratio_to_base(found: serving_topologies.Latencies, name: str, kind: str) -> 
 
 
 def plot_topologies(path: Path, found: serving_topologies.Latencies) -> None:
-    figure, panels = report.new_figure(2, "Topologies behind Dynamo's frontend, one picture per request")
+    figure, panels = report.new_figure(2, "Topologies behind Dynamo's frontend, one image per request")
     names = list(found)
     for axes, field, title, digits in (
         (panels[0], "ttft_s", "time to first token", 0),
@@ -296,7 +296,7 @@ def plot_topologies(path: Path, found: serving_topologies.Latencies) -> None:
             at = [number + shift for number in range(len(names))]
             colours = [report.COLOURS[colour]] * len(names)
             report.draw_bars(
-                axes, values, colours, at=at, width=0.38, digits=digits, notes=notes, label=f"{kind} picture"
+                axes, values, colours, at=at, width=0.38, digits=digits, notes=notes, label=f"{kind} image"
             )
             highs += [value.high for value in values]
         axes.set_xticks(range(len(names)), names)
@@ -304,7 +304,7 @@ def plot_topologies(path: Path, found: serving_topologies.Latencies) -> None:
         if field == "ttft_s":
             limit = TTFT_LIMIT * report.spread(milliseconds(found, BASE, "new", field)).median
             report.draw_limit(
-                axes, limit, -0.5, len(names) - 0.5, f"bar for a new picture: {TTFT_LIMIT} times agg"
+                axes, limit, -0.5, len(names) - 0.5, f"bar for a new image: {TTFT_LIMIT} times agg"
             )
             highs.append(limit)
         report.fit(axes, max(highs))
@@ -332,7 +332,7 @@ def run_topologies(options: argparse.Namespace, console: Console) -> int:
     console.print(topology_table(found))
     bars = [
         report.Bar(
-            f"TTFT of {title}, new picture, over agg's",
+            f"TTFT of {title}, new image, over agg's",
             ratio_to_base(found, name, "new"),
             TTFT_LIMIT,
             at_least=False,

@@ -3,8 +3,8 @@
 run by `serving.py` in a process of its own.
 
 One thread each. A round is, in alternating order: one request through `generate`, the same request through
-the engine, and several at once through the engine, free and with a JSON schema to follow. Each request is a
-picture and a question of its own, from decoded picture to the last token. Prints a JSON object per round.
+the engine, and several at once through the engine, free and with a JSON schema to follow. Each request is an
+image and a question of its own, from decoded image to the last token. Prints a JSON object per round.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ GRAMMAR = GuidedDecoding(
     json={"type": "array", "items": {"type": "string", "minLength": 8000}, "minItems": 1}
 )
 """Longer than any answer here, so that a guided one has as many tokens as a free one."""
-PICTURE_SIZE = (224, 224)
+IMAGE_SIZE = (224, 224)
 
 
 def picture(seed: int) -> DecodedImage:
-    """The held-out demo picture of `seed`, 224 pixels a side so that every request has as many tokens."""
-    return DecodedImage(f"picture-{seed}", draw(seed, PICTURE_SIZE).image)
+    """The held-out demo image of `seed`, 224 pixels a side so that every request has as many tokens."""
+    return DecodedImage(f"image-{seed}", draw(seed, IMAGE_SIZE).image)
 
 
 class Reference:

@@ -1,8 +1,8 @@
 """Time to first token and inter-token latency of every topology through Dynamo's frontend;
 `serving.py --topologies` runs it.
 
-All deployments run at the same time and are asked in turn, one streamed request at a time with one picture:
-in each round a picture that none of them has seen, and one that each has seen before. Pictures travel as data
+All deployments run at the same time and are asked in turn, one streamed request at a time with one image:
+in each round an image that none of them has seen, and one that each has seen before. Images travel as data
 URLs: no media server takes part.
 """
 
@@ -25,7 +25,7 @@ from processes.topologies import TOPOLOGIES, deploy
 
 KINDS = ("new", "repeated")
 QUESTION = "Describe the picture."
-PICTURE_SIZE = (336, 336)
+IMAGE_SIZE = (336, 336)
 REPEATED_SEED = 0
 OPTIONS = ("--engine", "transformers", "--modality", "multimodal", "--torch-threads", "1")
 
@@ -40,7 +40,7 @@ class Latency:
 
 
 Latencies = dict[str, dict[str, list[Latency]]]
-"""By topology, then by kind of picture."""
+"""By topology, then by kind of image."""
 
 
 def start(
@@ -62,15 +62,15 @@ def start(
 
 
 @cache
-def picture_url(seed: int) -> str:
-    """The held-out demo picture of `seed`, as a data URL."""
+def image_url(seed: int) -> str:
+    """The held-out demo image of `seed`, as a data URL."""
     sink = io.BytesIO()
-    draw(seed, PICTURE_SIZE).image.save(sink, "PNG")
+    draw(seed, IMAGE_SIZE).image.save(sink, "PNG")
     return "data:image/png;base64," + base64.b64encode(sink.getvalue()).decode()
 
 
 async def ask(session: aiohttp.ClientSession, url: str, model: str, picture: str, tokens: int) -> Latency:
-    """One streamed chat completion of exactly `tokens` tokens about one picture."""
+    """One streamed chat completion of exactly `tokens` tokens about one image."""
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": QUESTION}]
     body = {
         "model": model,
@@ -120,7 +120,7 @@ async def measure(
             answers: dict[str, set[str]] = {kind: set() for kind in KINDS}
             for name in turned:
                 for kind in KINDS:
-                    latency = await ask(session, urls[name], model, picture_url(seeds[kind]), tokens)
+                    latency = await ask(session, urls[name], model, image_url(seeds[kind]), tokens)
                     answers[kind].add(latency.text)
                     if number >= 0:
                         found[name][kind].append(latency)

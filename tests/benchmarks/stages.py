@@ -4,7 +4,7 @@
 usage: stages.py [--requests N] [--tokens N] [--model-path DIR]
 
 Starts a frontend, an encode, a prefill and a decode worker (portable engine), and asks one streamed request
-at a time, each with a picture that is new. All four metrics pages are read before and after each request, so
+at a time, each with an image that is new. All four metrics pages are read before and after each request, so
 what the sum of a histogram grew by is the duration of that request's stage. The bar: the stages on the way to
 the first token account for at least 95 % of the time to first token that the client saw, and for no more than
 all of it. What passes between two processes is what the one waited less what the other one took. Prints a
@@ -30,7 +30,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "components" / "src")]
 
 from benchmarks import report  # noqa: E402
-from benchmarks.serving_topologies import OPTIONS, ask, picture_url  # noqa: E402
+from benchmarks.serving_topologies import OPTIONS, ask, image_url  # noqa: E402
 from dynamo.trtllm.metrics import REQUEST_DURATION, STAGE_DURATION, TIME_TO_FIRST_TOKEN  # noqa: E402
 from processes.cluster import DEMO_NAME, Cluster  # noqa: E402
 from processes.topologies import Deployment, deploy  # noqa: E402
@@ -166,8 +166,8 @@ async def measure(deployment: Deployment, options: argparse.Namespace, advance: 
         pages = Pages(session, deployment)
         before: Sums = {}
         for number in range(WARM_UP + options.requests):
-            picture = picture_url(FIRST_SEED + number)
-            latency = await ask(session, deployment.cluster.url, DEMO_NAME, picture, options.tokens)
+            image = image_url(FIRST_SEED + number)
+            latency = await ask(session, deployment.cluster.url, DEMO_NAME, image, options.tokens)
             after = await pages.read(number + 1)
             if number >= WARM_UP:
                 seen.append(compare(before, after, latency.ttft_s))
@@ -216,7 +216,7 @@ def table(seen: Sequence[Seen]) -> Table:
 def plot(path: Path, seen: Sequence[Seen]) -> None:
     """Stages as steps from 0 to the time to first token."""
     figure, (axes,) = report.new_figure(
-        1, f"Time to first token, E/P/D, one new picture ({len(seen)} requests)"
+        1, f"Time to first token, E/P/D, one new image ({len(seen)} requests)"
     )
     figure.set_size_inches(9.5, 7.0)
     colours = {

@@ -1,4 +1,4 @@
-"""Every benchmark runs with tiny sizes and leaves a table, a JSON file and a picture;
+"""Every benchmark runs with tiny sizes and leaves a table, a JSON file and an image;
 how fast anything was is not asserted."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PNG_LEAST_SIDE = 600
 
 
 def run(script: str, out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """The benchmark's output and its JSON file; it must exit with 0 and draw a picture."""
+    """The benchmark's output and its JSON file; it must exit with 0 and draw an image."""
     name = "topologies" if "--topologies" in arguments else Path(script).stem
     command = [sys.executable, str(HERE / script), "--out", str(out), "--no-bars", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    with Image.open(out / f"{name}.png") as picture:
-        assert min(picture.size) > PNG_LEAST_SIDE
+    with Image.open(out / f"{name}.png") as image:
+        assert min(image.size) > PNG_LEAST_SIDE
     return done.stdout, json.loads((out / f"{name}.json").read_text())
 
 
@@ -68,13 +68,13 @@ def test_serving_compares_the_engine_with_generate_and_a_new_image_with_a_repeat
 def test_serving_measures_first_token_and_gaps_of_each_topology(tmp_path: Path) -> None:
     arguments = ("--topologies", "--only", "agg", "disagg", "--rounds", "1", "--tokens", "4")
     printed, stored = run("serving.py", tmp_path, *arguments)
-    assert "TTFT, new picture" in printed
+    assert "TTFT, new image" in printed
     assert set(stored["rounds"]) == {"agg", "disagg"}
     for topology in stored["rounds"].values():
         assert {kind: len(latencies) for kind, latencies in topology.items()} == {"new": 1, "repeated": 1}
         assert_positive(topology)
     assert [(bar["name"], bar["limit"]) for bar in stored["bars"]] == [
-        ("TTFT of EP/D, new picture, over agg's", 1.5)
+        ("TTFT of EP/D, new image, over agg's", 1.5)
     ]
 
 

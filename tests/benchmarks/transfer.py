@@ -387,7 +387,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks-out"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks-out"), help="folder of the image")
     parser.add_argument("--count", type=int, default=20, help="hand-overs per size and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -420,7 +420,7 @@ def main() -> int:
     held = check_bars(console, times)
     plot(options.out / "transfer.png", options.methods, options.rows, times, options.device)
     console.print(
-        f"picture: {options.out / 'transfer.png'}; CPUs: {os.cpu_count()}; load: {os.getloadavg()[0]:.1f}"
+        f"image: {options.out / 'transfer.png'}; CPUs: {os.cpu_count()}; load: {os.getloadavg()[0]:.1f}"
     )
     return 0 if held else 1
 

@@ -1,4 +1,4 @@
-"""Files that cases refer to by `file://`: the picture, its embeddings in each form,
+"""Files that cases refer to by `file://`: the image, its embeddings in each form,
 and embedding files that are none."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from cases.pictures import png
+from cases.images import png
 from processes.prefork import run_python
 
 

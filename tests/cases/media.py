@@ -1,7 +1,7 @@
 """A media server on loopback that misbehaves in every way that public hosts do.
 
 A page is a `Page`; what it does beyond serving its body is told by its fields. All hits are counted,
-apart from the range requests by which Dynamo's frontend looks at a picture's first bytes.
+apart from the range requests by which Dynamo's frontend looks at an image's first bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from cases.pictures import BAD, GOOD, png
+from cases.images import BAD, GOOD, png
 
 MEBIBYTE = 1 << 20
 
@@ -40,22 +40,22 @@ class Page:
 
 def pages(url: str) -> dict[str, Page]:
     """All pages by path. `url` is the server's own address."""
-    picture = Page(png(), headers={"Content-Type": "image/png"})
+    image = Page(png(), headers={"Content-Type": "image/png"})
     return {
-        "/picture.png": picture,
-        "/picture": picture,
+        "/picture.png": image,
+        "/picture": image,
         "/octets": Page(png(), headers={"Content-Type": "application/octet-stream"}),
         "/no-type": Page(png(), headers={}),
         "/wrong-type": Page(png(), headers={"Content-Type": "text/html"}),
-        "/picture.pt?sig=1": picture,
+        "/picture.pt?sig=1": image,
         "/photo.jpg": Page(png(), headers={"Content-Type": "image/jpeg"}),
-        "/a%40b.png": picture,
-        "/a%20b.png": picture,
-        "/%E5%9B%BE.png": picture,
-        "/x.png?sig=%3A%2F&e=1": picture,
-        "/x.png?q=%27o%27": picture,
-        "/x.png?a=b&a=b": picture,
-        "/plus.png?a=1+1": picture,
+        "/a%40b.png": image,
+        "/a%20b.png": image,
+        "/%E5%9B%BE.png": image,
+        "/x.png?sig=%3A%2F&e=1": image,
+        "/x.png?q=%27o%27": image,
+        "/x.png?a=b&a=b": image,
+        "/plus.png?a=1+1": image,
         "/relative": Page(status=302, headers={"Location": "/picture.png"}),
         "/relative-query": Page(status=302, headers={"Location": "/x.png?q=%27o%27"}),
         "/permanent": Page(status=301, headers={"Location": f"{url}/picture.png"}),
@@ -118,7 +118,7 @@ def _more_redirects(url: str) -> dict[str, Page]:
         "/three-hops": (302, "/twice"),
         "/four-hops": (302, "/three-hops"),
     }
-    picture = Page(png())
+    image = Page(png())
     return {
         **{
             path: Page(status=status, headers={"Location": location})
@@ -132,7 +132,7 @@ def _more_redirects(url: str) -> dict[str, Page]:
                 "/q.png?u=http%3A%2F%2Fh%2F%3Fa%3D1", "/q.png?a=%", "/q.png?a=%25", "/q.png?a[]=1",
                 "/q.png?a%5B%5D=1", "/q.png?a|b", "/q.png?a%7Cb", "/q.png?%C3%A9",
             ),
-            picture,
+            image,
         ),
         "/without-location": Page(status=302),
         "/not-modified": Page(status=304),

@@ -2,7 +2,7 @@
 Loading cases, sending them, and judging the answers.
 
 The files in `data/` hold lists of cases; README.md beside this file says what may stand in one.
-Some are made here instead, one for each picture file of `pictures.py` and each way to send it.
+Some are made here instead, one for each image file of `images.py` and each way to send it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-import cases.odd_pictures  # noqa: F401  adds its files to those of `pictures`
-from cases.pictures import BAD, GOOD, caption, png
+import cases.odd_images  # noqa: F401  adds its files to those of `images`
+from cases.images import BAD, GOOD, caption, png
 
 CHAT = "/v1/chat/completions"
 DATA = Path(__file__).with_name("data")
@@ -146,15 +146,15 @@ def load_cases() -> list[Case]:
         text = file.read_text(encoding="utf-8").replace("{caption}", caption())
         page = yaml.safe_load(text)
         found += [Case(**{"source": page["source"], **each}) for each in page["cases"]]
-    found += _picture_cases()
+    found += _image_cases()
     names = [case.id for case in found]
     if len(set(names)) != len(names):
         raise ValueError(f"cases with one name: {sorted({name for name in names if names.count(name) > 1})}")
     return found
 
 
-def _picture_cases() -> Iterator[Case]:
-    """Every picture file, inside the request and from a web server."""
+def _image_cases() -> Iterator[Case]:
+    """Every image file, inside the request and from a web server."""
     for name in GOOD:
         for way, image in (
             ("inline", {"file": name}),
@@ -174,7 +174,7 @@ def _picture_cases() -> Iterator[Case]:
         ):
             yield Case(
                 id=f"{name}, {way}",
-                source="files that are no picture",
+                source="files that are no image",
                 content=[{"text": QUESTION}, {"image": image}],
                 expect=Expect(status=400, words=("image",)),
                 quick=way == "inline" and name in ("html page", "half a png"),

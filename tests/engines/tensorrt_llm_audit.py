@@ -86,7 +86,7 @@ class Place(NamedTuple):
         return self.started(architecture, args={**BOTH_HALVES, **args})
 
     async def encoded(self, architecture: str, *shades: int) -> list[EncodedMedia]:
-        """Pictures from an encode worker."""
+        """Images from an encode worker."""
         async with self.started(architecture, Role.ENCODE) as (encoder, _):
             return list(await encoder.encode([picture(84, 56, shade) for shade in shades]))
 
@@ -135,7 +135,7 @@ async def request_ids(place: Place) -> None:
 
 
 async def prompt_beside_handles(place: Place) -> None:
-    """Pictures from an encode worker give what pictures give, in one engine (E/PD) and in two (E/P/D)."""
+    """Images from an encode worker give what images give, in one engine (E/PD) and in two (E/P/D)."""
     one_handle = {LLAVA, QWEN3} if place.is_old else set()
     for architecture in (QWEN25, QWEN3, LLAVA):
         shades = (10,) if architecture in one_handle else (10, 20)
@@ -267,7 +267,7 @@ async def state_without_bytes(place: Place) -> None:
 
 
 async def one_beginning(place: Place) -> None:
-    """The prompt that the engine works on is the frontend's with its pictures expanded: one first token."""
+    """The prompt that the engine works on is the frontend's with its images expanded: one first token."""
     for architecture in (QWEN25, LLAVA, GEMMA3, MISTRAL3, LLAMA4):
         async with place.both(architecture) as (engine, _):
             asked = ask_about([picture(84, 56, 10)], placeholder=architecture, **OPTIONS)
@@ -288,7 +288,7 @@ async def one_beginning(place: Place) -> None:
 
 
 async def processor_arguments(place: Place) -> None:
-    """Processors that unpack their arguments get a dictionary, so pictures are hashed from the first on."""
+    """Processors that unpack their arguments get a dictionary, so images are hashed from the first on."""
     told: list[Any] = []
 
     class Publisher:
@@ -476,7 +476,7 @@ async def seen_dead(engine: Any) -> None:
 
 
 async def images_end_alone(place: Place) -> None:
-    """One bad picture fails alone, beside others and within one call, and no handle is left unopened."""
+    """One bad image fails alone, beside others and within one call, and no handle is left unopened."""
     async with place.started(LLAVA, Role.ENCODE, args={"max_batch_size": 4}) as (engine, _):
         script().encode_fails_on = "28x28"
         bad, good = picture(28, 28), [picture(56, 56, shade) for shade in (1, 2, 3)]

@@ -132,7 +132,7 @@ def picture(width: int = 84, height: int = 56, shade: int = 40) -> Any:
 
 
 def about(*pictures: Any, placeholder: str = "<|image_pad|>", **more: Any) -> dict[str, Any]:
-    """A question in words with pictures."""
+    """A question in words with images."""
     words = " ".join(f"{placeholder} 305" for _ in pictures)
     return {"prompt": f"301 {words} 306", "multi_modal_data": {"image": list(pictures)}, **more}
 

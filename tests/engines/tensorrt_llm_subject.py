@@ -109,7 +109,7 @@ def script() -> Any:
 
 def picture(width: int = 84, height: int = 56, shade: int = 40) -> DecodedImage:
     return DecodedImage(
-        f"picture-{width}x{height}-{shade}", Image.new("RGB", (width, height), (shade, 90, 200))
+        f"image-{width}x{height}-{shade}", Image.new("RGB", (width, height), (shade, 90, 200))
     )
 
 
@@ -122,7 +122,7 @@ def ask(
 def ask_about(
     items: list[Any], *, placeholder: str = "<|image_pad|>", text: bool = True, **sampling: Any
 ) -> EngineRequest:
-    """A question with pictures or embeddings at their places, as the multimodal processor makes it.
+    """A question with images or embeddings at their places, as the multimodal processor makes it.
     `placeholder` may be an architecture's name; a tokenizer other than Qwen's has a beginning-of-sequence
     token, which templates write."""
     placeholder = PLACEHOLDERS.get(placeholder, placeholder)

@@ -45,7 +45,7 @@ async def test_row_6_the_python_transceiver_leaves_the_opaque_state_empty(place:
     await audit.state_without_bytes(place)
 
 
-async def test_row_7_token_ids_beside_pictures_are_decoded_and_tokenized_again(place: Place) -> None:
+async def test_row_7_token_ids_beside_images_are_decoded_and_tokenized_again(place: Place) -> None:
     await audit.one_beginning(place)
 
 

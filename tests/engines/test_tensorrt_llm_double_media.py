@@ -1,4 +1,4 @@
-"""The TensorRT-LLM double against what is known of the library: pictures, handles and embeddings.
+"""The TensorRT-LLM double against what is known of the library: images, handles and embeddings.
 
 Each test names the file and the release in which the behaviour was read. `tests/trtllm_double/README.md` has
 the list, and says what was inferred.
@@ -35,7 +35,7 @@ ROWS = 6
 
 
 def with_handles(lib: Library, architecture: str, *pictures: Any) -> tuple[Any, dict[str, Any]]:
-    """A context's parameters with handles that the encoder made, and the question without pictures."""
+    """A context's parameters with handles that the encoder made, and the question without images."""
     placeholder = "<|image_pad|>" if architecture in (QWEN25, QWEN3) else "<image>"
     asked = about(*pictures, placeholder=placeholder)
     made = lib.encode(lib.encoder(architecture), asked)
@@ -192,7 +192,7 @@ def test_which_models_take_embeddings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_ids_beside_pictures_are_decoded_and_tokenized_again(release: str, tmp_path: Path) -> None:
+def test_ids_beside_images_are_decoded_and_tokenized_again(release: str, tmp_path: Path) -> None:
     """inputs/registry.py of 1.3 and llm.py of 1.2.1: a tokenizer with a BOS then puts a second one in
     front."""
     given = {
@@ -226,7 +226,7 @@ def test_the_fast_path_uses_ids_as_they_are_and_demands_processor_kwargs(
 
 @pytest.mark.parametrize("release", LATER)
 def test_a_failed_first_probe_turns_media_hashing_off_for_good(release: str, tmp_path: Path) -> None:
-    """inputs/registry.py of 1.3 (`create_input_processor_with_hash`): names of pictures never come back, not
+    """inputs/registry.py of 1.3 (`create_input_processor_with_hash`): names of images never come back, not
     even a caller's own."""
     whole = about(picture(), placeholder="<image>", multi_modal_uuids={"image": ["a" * 64]})
     by_ids = {"prompt_token_ids": [1, IMAGE], "multi_modal_data": whole["multi_modal_data"]}
@@ -242,7 +242,7 @@ def test_a_failed_first_probe_turns_media_hashing_off_for_good(release: str, tmp
 
 
 def names_in_events(lib: Library, engine: Any, inputs: Any) -> set[str]:
-    """Names that the engine knows the request's pictures by."""
+    """Names that the engine knows the request's images by."""
     media = engine.preprocess(inputs, lib.sampling(end_id=2)).multimodal_params
     return set(media.hashes or ())
 
@@ -255,7 +255,7 @@ def test_hashing_that_fails_by_itself_is_no_failed_request(tmp_path: Path) -> No
         assert engine.input_processor.multimodal_hashing_supported is False
 
 
-def test_names_of_pictures_are_of_1_3_and_one_for_each(tmp_path: Path) -> None:
+def test_names_of_images_are_of_1_3_and_one_for_each(tmp_path: Path) -> None:
     """inputs/data.py of 1.3: `multi_modal_uuids`; 1.2.1 has no such key, and ignores it."""
     for release in RELEASES:
         with library(release, tmp_path) as lib:
@@ -302,7 +302,7 @@ def test_expanded_prompts_leave_the_vocabulary_in_1_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_answers_depend_on_the_pictures(release: str, tmp_path: Path) -> None:
+def test_answers_depend_on_the_images(release: str, tmp_path: Path) -> None:
     """The double's own: topologies can be compared."""
     with library(release, tmp_path) as lib:
         engine = lib.llm(QWEN25)
@@ -334,8 +334,8 @@ def test_generate_of_the_encoder_raises_after_others_made_handles(tmp_path: Path
 
 
 def test_an_encode_request_yields_one_handle_in_1_2(tmp_path: Path) -> None:
-    """executor/result.py of 1.2.1: one concatenated tensor in a list of one beside a hash for each picture,
-    so two pictures in a request are an AssertionError; rc29 has a handle for each."""
+    """executor/result.py of 1.2.1: one concatenated tensor in a list of one beside a hash for each image,
+    so two images in a request are an AssertionError; rc29 has a handle for each."""
     both = about(picture(), picture(shade=3))
     with library("1.2.1", tmp_path) as lib, pytest.raises(AssertionError):
         lib.encode(lib.encoder(), both)

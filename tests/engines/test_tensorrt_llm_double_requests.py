@@ -178,7 +178,7 @@ def test_a_contexts_output_keeps_hashes_and_loses_handles(release: str, tmp_path
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_pictures_leave_their_positions_in_what_was_given(release: str, tmp_path: Path) -> None:
+def test_images_leave_their_positions_in_what_was_given(release: str, tmp_path: Path) -> None:
     """llmapi/llm.py, 1.2.1 and 1.3: the rank gets handles that are written into the given parameters."""
     with library(release, tmp_path) as lib:
         disagg = lib.context()

@@ -64,11 +64,11 @@ def question(architecture: str, items: list[Any], **options: Any) -> Any:
     return ask_about(items, placeholder=PLACEHOLDERS[architecture], **{**OPTIONS, **options})
 
 
-# Pictures
+# Images
 
 
 @pytest.mark.asyncio
-async def test_pictures_go_in_decoded_with_text_or_ids_by_release(release: str, tmp_path: Path) -> None:
+async def test_images_go_in_decoded_with_text_or_ids_by_release(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, QWEN25)) as (engine, info):
         assert (info.placeholder_id("image"), info.hidden_size) == (IMAGE_ID, None)
         assert how_images_are_taken(info) == (False, True, False)
@@ -103,7 +103,7 @@ async def test_without_rendered_text_the_ids_are_used(release: str, tmp_path: Pa
 
 
 @pytest.mark.asyncio
-async def test_other_pictures_or_another_order_give_other_answers(release: str, tmp_path: Path) -> None:
+async def test_other_images_or_another_order_give_other_answers(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
         one, two = picture(56, 56, 10), picture(56, 56, 200)
         outputs = [
@@ -114,7 +114,7 @@ async def test_other_pictures_or_another_order_give_other_answers(release: str, 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("architecture", [QWEN25, LLAVA, LLAMA4])
-async def test_pictures_over_prefill_and_decode_give_what_one_engine_gives(
+async def test_images_over_prefill_and_decode_give_what_one_engine_gives(
     release: str, tmp_path: Path, architecture: str
 ) -> None:
     async with started(config_of(tmp_path, architecture, **BOTH_HALVES)) as (engine, _):
@@ -140,7 +140,7 @@ async def test_positions_travel_as_tensors_and_not_as_handles(release: str, tmp_
 
 
 @pytest.mark.asyncio
-async def test_a_prompt_that_its_pictures_make_too_long_is_refused_with_both_counts(
+async def test_a_prompt_that_its_images_make_too_long_is_refused_with_both_counts(
     release: str, tmp_path: Path
 ) -> None:
     async with started(config_of(tmp_path, LLAVA, max_seq_len=32)) as (engine, _):
@@ -150,7 +150,7 @@ async def test_a_prompt_that_its_pictures_make_too_long_is_refused_with_both_cou
 
 
 @pytest.mark.asyncio
-async def test_the_frontends_hashes_name_the_pictures_where_the_release_takes_them(
+async def test_the_frontends_hashes_name_the_images_where_the_release_takes_them(
     release: str, tmp_path: Path
 ) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
@@ -205,7 +205,7 @@ async def test_a_request_that_goes_no_further_leaves_no_handle_behind(release: s
 
 
 @pytest.mark.asyncio
-async def test_a_text_model_takes_no_pictures(release: str, tmp_path: Path) -> None:
+async def test_a_text_model_takes_no_images(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, "LlamaForCausalLM")) as (engine, info):
         assert info.placeholder_id("image") is None
         with pytest.raises(ClientFault, match="takes no images"):
@@ -251,7 +251,7 @@ async def test_encoded_apart_gives_what_one_engine_gives(
 
 
 @pytest.mark.asyncio
-async def test_one_engine_with_encoded_pictures_needs_no_transceiver(release: str, tmp_path: Path) -> None:
+async def test_one_engine_with_encoded_images_needs_no_transceiver(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, QWEN25, Role.ENCODE)) as (encoder, _):
         encoded = await encoder.encode([picture()])
     async with started(config_of(tmp_path, QWEN25)) as (engine, _):
@@ -260,7 +260,7 @@ async def test_one_engine_with_encoded_pictures_needs_no_transceiver(release: st
 
 
 @pytest.mark.asyncio
-async def test_encoded_pictures_say_how_they_are_laid_out(release: str, tmp_path: Path) -> None:
+async def test_encoded_images_say_how_they_are_laid_out(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, QWEN25, Role.ENCODE)) as (engine, _):
         encoded = await engine.encode([picture(112, 56), picture(28, 84)])
         assert [e.extras["grid"] for e in encoded] == [[1, 2, 4], [1, 3, 1]]
@@ -270,7 +270,7 @@ async def test_encoded_pictures_say_how_they_are_laid_out(release: str, tmp_path
 
 
 @pytest.mark.asyncio
-async def test_pictures_of_many_requests_are_under_way_together_up_to_the_batch_size(
+async def test_images_of_many_requests_are_under_way_together_up_to_the_batch_size(
     release: str, tmp_path: Path
 ) -> None:
     async with started(config_of(tmp_path, LLAVA, Role.ENCODE, max_batch_size=4)) as (engine, _):
@@ -292,7 +292,7 @@ async def test_pictures_of_many_requests_are_under_way_together_up_to_the_batch_
 
 
 @pytest.mark.asyncio
-async def test_a_picture_that_the_encoder_cannot_take_fails_alone(release: str, tmp_path: Path) -> None:
+async def test_an_image_that_the_encoder_cannot_take_fails_alone(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAVA, Role.ENCODE, max_batch_size=4)) as (engine, _):
         script().encode_fails_on = "28x28"
         bad, good = await asyncio.gather(
@@ -401,7 +401,7 @@ async def test_a_model_that_attaches_no_embeddings_says_so(release: str, tmp_pat
 
 
 @pytest.mark.asyncio
-async def test_pictures_and_embeddings_are_not_mixed(release: str, tmp_path: Path) -> None:
+async def test_images_and_embeddings_are_not_mixed(release: str, tmp_path: Path) -> None:
     async with started(config_of(tmp_path, LLAVA)) as (engine, _):
         adopted = engine.adopt_embeddings("image", "file", {"features": torch.ones(3, 8)}, {})
         with pytest.raises(ClientFault, match="cannot be mixed"):

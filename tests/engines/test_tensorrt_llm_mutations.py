@@ -84,13 +84,13 @@ async def text_over_both_halves(place: Place) -> None:
         await same_in_halves(subject, ask(**OPTIONS))
 
 
-async def pictures_over_both_halves(place: Place) -> None:
+async def images_over_both_halves(place: Place) -> None:
     async with place.both(QWEN25) as (subject, _):
         await same_in_halves(subject, ask_about([picture(84, 56, 10)], **OPTIONS))
     assert leaked_handles() == []
 
 
-async def usage_counts_expanded_pictures(place: Place) -> None:
+async def usage_counts_expanded_images(place: Place) -> None:
     async with place.started(LLAVA) as (subject, _):
         asked = ask_about([picture()], placeholder=LLAVA, **OPTIONS)
         for each in (asked, replace(asked, media_hashes=("ab" * 8,))):
@@ -622,16 +622,16 @@ OLDER: dict[str, Mutation] = {
         fields_of_another_release,
     ),
     "positions stay behind": Mutation(
-        changed_state(lambda state: EngineState(state.meta, {})), pictures_over_both_halves
+        changed_state(lambda state: EngineState(state.meta, {})), images_over_both_halves
     ),
     "decode makes no handles of positions": Mutation(
-        changed_decode_params(drop_mrope), pictures_over_both_halves
+        changed_decode_params(drop_mrope), images_over_both_halves
     ),
     "usage counts placeholders": Mutation(
         replaced(
             results.Reader, "_usage", lambda self, n: results.Usage(len(self._request.prompt.token_ids), n)
         ),
-        usage_counts_expanded_pictures,
+        usage_counts_expanded_images,
     ),
     "embeddings are a bare list": Mutation(changed_inputs(as_client_reads), audit.dictionary_of_llama4),
     "handles beside an expanded prompt": Mutation(changed_inputs(expand_again), audit.prompt_beside_handles),

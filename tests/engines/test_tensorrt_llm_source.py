@@ -471,7 +471,7 @@ def test_a_broken_rule_ends_the_command_with_one_and_says_what_breaks(
     assert main([str(write(tmp_path, taken_back("mrope-deltas", "1.3.0rc29")))]) == 1
     printed = capsys.readouterr().out
     assert "  BROKEN     mrope-deltas                 int64" in printed
-    assert "    what breaks: disaggregated pictures with Qwen models fail in the forward pass" in printed
+    assert "    what breaks: disaggregated images with Qwen models fail in the forward pass" in printed
     assert printed.splitlines()[-1].endswith("25 rules hold, 1 broken, 0 not found")
 
 

@@ -1,5 +1,5 @@
 """Embeddings that come from elsewhere: what the portable engine adopts and refuses,
-and that they answer like their picture."""
+and that they answer like their image."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 async def _subject(directories: Mapping[str, Path], family: str) -> Subject:
     engine = make_tiny_engine(directories[family], family)
     await engine.start()
-    (encoded,) = await engine.encode([DecodedImage("picture", noise_image(3, 84, 56))])
+    (encoded,) = await engine.encode([DecodedImage("image", noise_image(3, 84, 56))])
     return Subject(family, engine, encoded)
 
 
@@ -56,7 +56,7 @@ async def qwen(directories: dict[str, Path]) -> AsyncIterator[TransformersEngine
 
 
 @pytest.mark.asyncio
-async def test_the_embeddings_of_a_picture_give_the_answer_of_the_picture(subject: Subject) -> None:
+async def test_the_embeddings_of_an_image_give_the_answer_of_the_image(subject: Subject) -> None:
     stored = {name: tensor[None].double().clone() for name, tensor in subject.encoded.tensors.items()}
     extras = {key: torch.tensor([value]) for key, value in subject.encoded.extras.items()}
     adopted = subject.engine.adopt_embeddings("image", "file", stored, extras)

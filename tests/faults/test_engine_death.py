@@ -14,7 +14,7 @@ import pytest
 
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from processes.cluster import Answer, Cluster, Managed, wait_until
-from processes.media import PictureServer, picture_server
+from processes.media import ImageServer, image_server
 from processes.topologies import ENCODE_ENDPOINT
 
 PLACEHOLDER = json.loads((DEMO_DIRECTORY / "config.json").read_text())["image_token_id"]
@@ -23,8 +23,8 @@ SLOW = "/picture/7.png"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[PictureServer]:
-    with picture_server() as server:
+def server() -> Iterator[ImageServer]:
+    with image_server() as server:
         server.gates[SLOW] = threading.Event()
         yield server
         server.gates[SLOW].set()
@@ -58,8 +58,8 @@ def text(number: int) -> list[dict[str, Any]]:
     return [{"type": "text", "text": f"hello {number}"}]
 
 
-def picture(server: PictureServer, seed: int) -> list[dict[str, Any]]:
-    return [{"type": "image_url", "image_url": {"url": server.picture_url(seed)}}, *text(seed)]
+def image(server: ImageServer, seed: int) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": server.image_url(seed)}}, *text(seed)]
 
 
 class Asking:
@@ -91,14 +91,14 @@ def assert_ended(process: Managed) -> None:
 
 
 def test_aggregated_while_it_decodes_streams_and_fetches(
-    cluster: Cluster, server: PictureServer, asking: Asking, tmp_path: Path
+    cluster: Cluster, server: ImageServer, asking: Asking, tmp_path: Path
 ) -> None:
     worker = Mortal(cluster, tmp_path, "agg", stall_at_token=3)
     cluster.wait_listed()
     for number in range(3):
         asking.ask(text(number))
         asking.ask(text(number), stream=True)
-    asking.ask(picture(server, 7))
+    asking.ask(image(server, 7))
     wait_until(lambda: worker.has(7) and server.hits[SLOW], "seven requests in flight, one of them fetching")
     worker.kill()
     answers = asking.answers()
@@ -139,12 +139,12 @@ def test_decode(cluster: Cluster, asking: Asking, tmp_path: Path) -> None:
     assert_ended(prefill.process)
 
 
-def test_encode(cluster: Cluster, server: PictureServer, asking: Asking, tmp_path: Path) -> None:
+def test_encode(cluster: Cluster, server: ImageServer, asking: Asking, tmp_path: Path) -> None:
     worker = Mortal(cluster, tmp_path, "encode", encode_delay_s=HOURS_S)
     agg = Mortal(cluster, tmp_path, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
     cluster.wait_listed()
     for seed in range(20, 26):
-        asking.ask(picture(server, seed), stream=seed % 2 == 1)
+        asking.ask(image(server, seed), stream=seed % 2 == 1)
     wait_until(lambda: worker.has(6), "six requests in flight")
     worker.kill()
     assert [answer.status for answer in asking.answers()] == [503] * 6

@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 
 from processes.cluster import Answer, Cluster, Managed, wait_until
-from processes.media import PictureServer, picture_server
+from processes.media import ImageServer, image_server
 from processes.topologies import Deployment, deploy
 
 QUESTION = "what is in the picture?"
 TIME_TO_LIVE_S = 10
 DEADLINE_S = 60.0
-PICTURES = 24
+IMAGES = 24
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[PictureServer]:
-    with picture_server() as server:
+def server() -> Iterator[ImageServer]:
+    with image_server() as server:
         yield server
 
 
@@ -43,11 +43,11 @@ def deployment() -> Iterator[Deployment]:
         yield deploy("epd_disagg", cluster, count=2)
 
 
-def body(server: PictureServer, number: int) -> dict[str, Any]:
-    """Request `number` of a mixed load: one picture, two, none, long or short."""
-    seeds = [number % PICTURES, (number * 7 + 1) % PICTURES][: (1, 2, 0, 1)[number % 4]]
+def body(server: ImageServer, number: int) -> dict[str, Any]:
+    """Request `number` of a mixed load: one image, two, none, long or short."""
+    seeds = [number % IMAGES, (number * 7 + 1) % IMAGES][: (1, 2, 0, 1)[number % 4]]
     content: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": server.picture_url(s)}} for s in seeds
+        {"type": "image_url", "image_url": {"url": server.image_url(s)}} for s in seeds
     ]
     content.append({"type": "text", "text": QUESTION if seeds else f"hello {number % 5}"})
     options: dict[str, Any] = (
@@ -56,14 +56,14 @@ def body(server: PictureServer, number: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "temperature": 0.0, **options}
 
 
-def ask(cluster: Cluster, server: PictureServer, number: int) -> Answer:
+def ask(cluster: Cluster, server: ImageServer, number: int) -> Answer:
     return cluster.chat(None, timeout_s=DEADLINE_S, **body(server, number))
 
 
 @pytest.fixture(scope="module")
-def expected(deployment: Deployment, server: PictureServer) -> list[str]:
+def expected(deployment: Deployment, server: ImageServer) -> list[str]:
     """The answers when each is asked alone."""
-    answers = [ask(deployment.cluster, server, number) for number in range(PICTURES * 4)]
+    answers = [ask(deployment.cluster, server, number) for number in range(IMAGES * 4)]
     assert all(answer.status == 200 for answer in answers)
     return [answer.text for answer in answers]
 
@@ -108,7 +108,7 @@ def wait_empty(deployment: Deployment) -> None:
         raise AssertionError(f"{error}: {held(deployment)}") from None
 
 
-def check_right(deployment: Deployment, server: PictureServer, expected: list[str], count: int) -> None:
+def check_right(deployment: Deployment, server: ImageServer, expected: list[str], count: int) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda n: ask(deployment.cluster, server, n), range(count)))
     assert [a.status for a in answers] == [200] * count
@@ -116,7 +116,7 @@ def check_right(deployment: Deployment, server: PictureServer, expected: list[st
 
 
 def test_two_hundred_mixed_requests_are_answered_and_leave_nothing(
-    deployment: Deployment, server: PictureServer, expected: list[str]
+    deployment: Deployment, server: ImageServer, expected: list[str]
 ) -> None:
     wait_empty(deployment)
     files = {worker.pid: open_files(worker) for worker in deployment.all()}
@@ -132,7 +132,7 @@ def test_two_hundred_mixed_requests_are_answered_and_leave_nothing(
         assert resident_mb(worker) <= memory[worker.pid] + 200, worker.name
 
 
-def test_one_picture_is_encoded_once_however_many_ask(deployment: Deployment, server: PictureServer) -> None:
+def test_one_image_is_encoded_once_however_many_ask(deployment: Deployment, server: ImageServer) -> None:
     def encoded() -> float:
         return sum(
             w.metrics()["dynamo_trtllm_engine_encoded_images_total"] for w in deployment.workers["encode"]
@@ -140,7 +140,7 @@ def test_one_picture_is_encoded_once_however_many_ask(deployment: Deployment, se
 
     before = encoded()
     content = [
-        {"type": "image_url", "image_url": {"url": server.picture_url(5000)}},
+        {"type": "image_url", "image_url": {"url": server.image_url(5000)}},
         {"type": "text", "text": QUESTION},
     ]
     with ThreadPoolExecutor(16) as pool:
@@ -163,16 +163,16 @@ def abandoned(cluster: Cluster, request: dict[str, Any], delay_s: float, done: t
 
 
 def test_three_hundred_cancelled_requests_leave_nothing(
-    deployment: Deployment, server: PictureServer, expected: list[str]
+    deployment: Deployment, server: ImageServer, expected: list[str]
 ) -> None:
     rng, never = random.Random(4), threading.Event()
 
     def leave(number: int) -> None:
         request = body(server, number)
-        # New pictures, so that every stage from the fetch on has work to be interrupted in.
+        # New images, so that every stage from the fetch on has work to be interrupted in.
         for part in request["messages"][0]["content"]:
             if part["type"] == "image_url":
-                part["image_url"]["url"] = server.picture_url(10_000 + number)
+                part["image_url"]["url"] = server.image_url(10_000 + number)
         request |= {"max_tokens": 400, "ignore_eos": True}
         abandoned(deployment.cluster, request, rng.random() * 0.6, never)
 
@@ -185,7 +185,7 @@ def test_three_hundred_cancelled_requests_leave_nothing(
 
 @pytest.mark.parametrize("role", ["prefill", "encode", "decode"])
 def test_a_killed_worker_costs_no_more_than_what_it_streamed(
-    deployment: Deployment, server: PictureServer, expected: list[str], role: str
+    deployment: Deployment, server: ImageServer, expected: list[str], role: str
 ) -> None:
     victim = deployment.workers[role][0]
     killed = threading.Event()

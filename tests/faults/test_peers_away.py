@@ -14,7 +14,7 @@ import pytest
 
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from processes.cluster import Cluster, Managed, wait_until
-from processes.media import PictureServer, picture_server
+from processes.media import ImageServer, image_server
 from processes.topologies import ENCODE_ENDPOINT
 
 PLACEHOLDER = json.loads((DEMO_DIRECTORY / "config.json").read_text())["image_token_id"]
@@ -22,8 +22,8 @@ DOUBLE = ("--engine", "double", "--modality", "multimodal")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[PictureServer]:
-    with picture_server() as server:
+def server() -> Iterator[ImageServer]:
+    with image_server() as server:
         yield server
 
 
@@ -40,9 +40,9 @@ def worker(cluster: Cluster, role: str, *options: str, wait: bool = True, **scri
     return cluster.worker(*DOUBLE, *mode, *options, name=role, wait=wait)
 
 
-def picture(server: PictureServer, seed: int) -> list[dict[str, Any]]:
+def image(server: ImageServer, seed: int) -> list[dict[str, Any]]:
     return [
-        {"type": "image_url", "image_url": {"url": server.picture_url(seed)}},
+        {"type": "image_url", "image_url": {"url": server.image_url(seed)}},
         {"type": "text", "text": "what is it?"},
     ]
 
@@ -68,53 +68,53 @@ def test_a_lost_prefill_worker_is_a_503_and_not_a_hang(cluster: Cluster) -> None
     assert answer.status in (404, 503)
 
 
-def test_a_missing_encode_worker_is_a_503_for_pictures_and_nothing_for_text(
-    cluster: Cluster, server: PictureServer
+def test_a_missing_encode_worker_is_a_503_for_images_and_nothing_for_text(
+    cluster: Cluster, server: ImageServer
 ) -> None:
     encode = worker(cluster, "encode")
     worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
     cluster.wait_listed()
-    assert cluster.chat(picture(server, 1), max_tokens=4).status == 200
+    assert cluster.chat(image(server, 1), max_tokens=4).status == 200
     encode.signal(signal.SIGTERM)
     assert encode.wait() == 0
-    answer = cluster.chat(picture(server, 2), max_tokens=4, timeout_s=60)
+    answer = cluster.chat(image(server, 2), max_tokens=4, timeout_s=60)
     assert answer.status == 503
 
 
 def test_with_the_fallback_a_worker_encodes_by_itself_while_no_encoder_lives(
-    cluster: Cluster, server: PictureServer
+    cluster: Cluster, server: ImageServer
 ) -> None:
     agg = worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT, "--encode-fallback")
     cluster.wait_listed()
-    alone = cluster.chat(picture(server, 3), max_tokens=4)
+    alone = cluster.chat(image(server, 3), max_tokens=4)
     assert alone.status == 200
     assert agg.metrics()["dynamo_trtllm_engine_encoded_images_total"] == 1
     encode = worker(cluster, "encode")
     wait_until(
         lambda: (
-            cluster.chat(picture(server, 4), max_tokens=4).status == 200
+            cluster.chat(image(server, 4), max_tokens=4).status == 200
             and encode.metrics()["dynamo_trtllm_engine_encoded_images_total"] == 1
         ),
-        "the encoder's first picture",
+        "the encoder's first image",
     )
-    assert cluster.chat(picture(server, 3), max_tokens=4).text == alone.text
+    assert cluster.chat(image(server, 3), max_tokens=4).text == alone.text
 
 
-def test_the_encoders_words_reach_the_client(cluster: Cluster, server: PictureServer) -> None:
+def test_the_encoders_words_reach_the_client(cluster: Cluster, server: ImageServer) -> None:
     worker(cluster, "encode")
     worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT)
     cluster.wait_listed()
-    content = [*picture(server, 1), {"type": "image_url", "image_url": {"url": server.url + "/missing.png"}}]
+    content = [*image(server, 1), {"type": "image_url", "image_url": {"url": server.url + "/missing.png"}}]
     for stream in (False, True):
         answer = cluster.chat(content, max_tokens=4, stream=stream)
         assert (answer.status, answer.message) == (400, "image 2: the media host answered 404")
 
 
-def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, server: PictureServer) -> None:
+def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, server: ImageServer) -> None:
     encode = worker(cluster, "encode", encode_delay_s=3600.0)
     agg = worker(cluster, "agg", "--encode-endpoint", ENCODE_ENDPOINT, "--peer-timeout", "3")
     cluster.wait_listed()
-    answer = cluster.chat(picture(server, 1), max_tokens=4, timeout_s=60)
+    answer = cluster.chat(image(server, 1), max_tokens=4, timeout_s=60)
     assert answer.status == 504
     # The frontend sends it again, and the worker does not wait again.
     assert agg.text().count("failed: the encode worker did not answer within 3 s") == 1
@@ -123,7 +123,7 @@ def test_an_encoder_that_hangs_is_a_504_within_the_deadline(cluster: Cluster, se
 
 @pytest.mark.parametrize("roles", [("agg",), ("encode", "prefill", "decode")])
 def test_waiting_for_a_busy_host_ends_in_one_504(
-    cluster: Cluster, server: PictureServer, roles: tuple[str, ...]
+    cluster: Cluster, server: ImageServer, roles: tuple[str, ...]
 ) -> None:
     bounds = ("--max-media-fetches-per-host", "1", "--media-fetch-timeout", "2")
     options = {
@@ -138,7 +138,7 @@ def test_waiting_for_a_busy_host_ends_in_one_504(
     server.gates = {f"/picture/{seed}.png": gate for seed in seeds}
     with ThreadPoolExecutor(len(seeds)) as pool:
         answers = list(
-            pool.map(lambda seed: cluster.chat(picture(server, seed), max_tokens=4, timeout_s=60), seeds)
+            pool.map(lambda seed: cluster.chat(image(server, seed), max_tokens=4, timeout_s=60), seeds)
         )
     gate.set()
     # The host answers nobody: one download after another takes its two seconds,
@@ -149,7 +149,7 @@ def test_waiting_for_a_busy_host_ends_in_one_504(
     busy = workers[0].text().count("failed: this worker is busy with other downloads from the same host")
     assert busy == statuses.count(504)
     assert all("the media host" in answer.message for answer in answers if answer.status == 400)
-    assert cluster.chat(picture(server, 1), max_tokens=4).status == 200
+    assert cluster.chat(image(server, 1), max_tokens=4).status == 200
 
 
 def test_sigterm_lets_prefill_wait_for_the_hand_over_in_flight(cluster: Cluster) -> None:

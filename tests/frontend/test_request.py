@@ -32,14 +32,14 @@ def bare(*token_ids: int) -> Request:
 
 
 def messages(kind: object, role: str = "user", before: int = 0) -> dict[str, Any]:
-    """A request's messages with a part of `kind` beside a picture, as the frontend sends them along."""
-    picture = {"type": "image_url", "image_url": {"url": ""}}
-    content = [{"type": "text", "text": "hi"}, picture, {"type": kind, "data": "AAAA"}]
+    """A request's messages with a part of `kind` beside an image, as the frontend sends them along."""
+    image = {"type": "image_url", "image_url": {"url": ""}}
+    content = [{"type": "text", "text": "hi"}, image, {"type": kind, "data": "AAAA"}]
     earlier = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}][:before]
     return {"extra_args": {"messages": [*earlier, {"role": role, "content": content}]}}
 
 
-def test_messages_of_text_and_pictures_are_taken_in_every_role() -> None:
+def test_messages_of_text_and_images_are_taken_in_every_role() -> None:
     for kind in ("text", "refusal", "image_url", "video_url"):
         for role in ("system", "developer", "user", "assistant", "tool"):
             parsed = parsed_of({"token_ids": [1], **messages(kind, role)})
@@ -389,8 +389,8 @@ def test_what_travels_beside_the_prompt_is_kept() -> None:
 
 def test_the_frontends_hashes_go_with_media_only() -> None:
     hashes = {"extra_args": {"mm_hashes": ["0f"]}}
-    pictured = parsed_of({"token_ids": [1], "multi_modal_data": {"image_url": ["a"]}, **hashes})
-    assert pictured.engine_request.media_hashes == ("0f",)
+    imaged = parsed_of({"token_ids": [1], "multi_modal_data": {"image_url": ["a"]}, **hashes})
+    assert imaged.engine_request.media_hashes == ("0f",)
     assert parsed_of({"token_ids": [1], **hashes}).engine_request.media_hashes == ()
 
 

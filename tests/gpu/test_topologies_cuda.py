@@ -11,7 +11,7 @@ import torch
 
 from dynamo.trtllm.demo.pictures import draw
 from processes.cluster import Cluster
-from processes.media import picture_server, png
+from processes.media import image_server, png
 from processes.test_parity import EMBEDDED_SEED, Outcome, requests, run
 from processes.topologies import TOPOLOGIES, deploy
 
@@ -50,7 +50,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     }
     found: Answers = {}
     for name in TOPOLOGIES:
-        with picture_server() as server, Cluster(env=env) as cluster:
+        with image_server() as server, Cluster(env=env) as cluster:
             deploy(name, cluster, options=(*OPTIONS, *KV_CACHE))
             found[name] = run(cluster, requests(server, file.as_uri()))
     return found

@@ -259,7 +259,7 @@ def test_a_profile_that_does_not_fit_is_ignored(
     assert shown(encoded(image, kind, icc)) == expected
 
 
-def test_a_cmyk_picture_whose_profile_is_of_rgb_is_read_by_its_inks() -> None:
+def test_a_cmyk_image_whose_profile_is_of_rgb_is_read_by_its_inks() -> None:
     assert_close(shown(encoded(plain("CMYK", (0, 255, 255, 0)), "JPEG", SWAPPED, quality=98)), (255, 0, 0), 8)
 
 

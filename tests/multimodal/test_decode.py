@@ -1,4 +1,4 @@
-"""Decoding: whatever a file holds becomes an upright RGB picture, or a refusal in fixed words."""
+"""Decoding: whatever a file holds becomes an upright RGB image, or a refusal in fixed words."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class TestColourModels:
 
 
 class TestOrientation:
-    """EXIF orientation brings pictures upright; the header tells the upright size."""
+    """EXIF orientation brings images upright; the header tells the upright size."""
 
     @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WebP", "TIFF", "AVIF"])
     @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def _mutate(data: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WebP", "GIF", "BMP", "TIFF", "AVIF"])
-def test_every_mutant_is_an_rgb_picture_or_a_refusal_in_our_words(kind: str) -> None:
+def test_every_mutant_is_an_rgb_image_or_a_refusal_in_our_words(kind: str) -> None:
     chance = random.Random(f"mutants of {kind}")
     exif = Image.Exif()
     exif[0x0112] = 6

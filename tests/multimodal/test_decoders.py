@@ -1,4 +1,4 @@
-"""Decoding in processes of their own: the same pictures and refusals, and an end to what takes too long."""
+"""Decoding in processes of their own: the same images and refusals, and an end to what takes too long."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 @cache
-def slow_picture() -> bytes:
+def slow_image() -> bytes:
     side = int(SMALL_PIXELS**0.5) + 8
     data = encoded(Image.new("L", (side, side)), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
@@ -52,10 +52,10 @@ def slow_picture() -> bytes:
 
 
 def slow_jpeg(number: int) -> bytes:
-    """A picture that is large and, by its passes, takes a second or more of a processor; each number is
+    """An image that is large and, by its passes, takes a second or more of a processor; each number is
     another one.
     """
-    data = slow_picture()
+    data = slow_image()
     return data[:2] + b"\xff\xfe\0\3" + bytes([number]) + data[2:]
 
 
@@ -92,7 +92,7 @@ def is_dead(process: int) -> bool:
         (Image.new("RGB", (3000, 2000), (10, 20, 30)), "PNG", {}),
     ],
 )
-async def test_pictures_come_back_pixel_by_pixel_as_they_are_decoded_here(
+async def test_images_come_back_pixel_by_pixel_as_they_are_decoded_here(
     image: Image.Image, kind: str, options: dict[str, Any]
 ) -> None:
     data = encoded(image, kind, **options)
@@ -105,9 +105,9 @@ async def test_pictures_come_back_pixel_by_pixel_as_they_are_decoded_here(
 
 @pytest.mark.asyncio
 async def test_many_at_once_do_not_mix() -> None:
-    pictures = [Image.new("RGB", (16 + n, 40 - n), (n, 2 * n, 255 - n)) for n in range(24)]
-    found = await asyncio.gather(*(decode_apart(encoded(each, "PNG"), SMALL, CONFIG) for each in pictures))
-    for one, other in zip(found, pictures, strict=True):
+    images = [Image.new("RGB", (16 + n, 40 - n), (n, 2 * n, 255 - n)) for n in range(24)]
+    found = await asyncio.gather(*(decode_apart(encoded(each, "PNG"), SMALL, CONFIG) for each in images))
+    for one, other in zip(found, images, strict=True):
         assert (one.size, one.getpixel((1, 1))) == (other.size, other.getpixel((1, 1)))
 
 
@@ -143,7 +143,7 @@ async def test_refusals_come_back_in_the_same_words(
     ],
     ids=["jpeg", "png", "tiff"],
 )
-async def test_what_takes_longer_than_the_limit_is_refused_and_the_next_picture_decoded(data: bytes) -> None:
+async def test_what_takes_longer_than_the_limit_is_refused_and_the_next_image_decoded(data: bytes) -> None:
     header = check_header(data, CONFIG)
     with pytest.raises(LimitFault) as caught:
         await decode_apart(data, header.width * header.height, replace(CONFIG, decode_timeout_s=0.01))
@@ -167,7 +167,7 @@ async def slow_loader(directory: Path) -> MediaLoader:
 
 
 @pytest.mark.asyncio
-async def test_others_pictures_are_decoded_while_many_slow_ones_are_under_way(tmp_path: Path) -> None:
+async def test_others_images_are_decoded_while_many_slow_ones_are_under_way(tmp_path: Path) -> None:
     loader = await slow_loader(tmp_path)
     slow = [load(loader, tmp_path, shade) for shade in range(8)]
     await eventually(lambda: loader.stats()[metrics.MEDIA_DECODING.of("large")] > 0)
@@ -183,7 +183,7 @@ async def test_others_pictures_are_decoded_while_many_slow_ones_are_under_way(tm
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_leaves_ends_the_decoding_of_its_picture(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_ends_the_decoding_of_its_image(tmp_path: Path) -> None:
     loader = await slow_loader(tmp_path)
     leaving = [load(loader, tmp_path, shade) for shade in range(20, 26)]
     before = {each: ticks_of(each) for each in decoders_of(os.getpid())}
@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_ends_the_decoding_of_its_picture(tmp_path: P
 
 
 @pytest.mark.asyncio
-async def test_too_long_a_picture_is_named_by_its_part(tmp_path: Path) -> None:
+async def test_too_long_an_image_is_named_by_its_part(tmp_path: Path) -> None:
     engine = GatedEngine()
     loader = await loader_over(engine, allowed_local_path=tmp_path, local_files=True, decode_timeout_s=0.01)
     path = tmp_path / "slow.jpg"
@@ -214,7 +214,7 @@ async def test_too_long_a_picture_is_named_by_its_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_decoder_that_was_killed_between_two_pictures_is_replaced() -> None:
+async def test_a_decoder_that_was_killed_between_two_images_is_replaced() -> None:
     data = encoded(Image.new("RGB", (4, 4), (1, 2, 3)), "PNG")
     assert (await decode_apart(data, SMALL, CONFIG)).getpixel((0, 0)) == (1, 2, 3)
     killed = decoders_of(os.getpid())
@@ -226,7 +226,7 @@ async def test_a_decoder_that_was_killed_between_two_pictures_is_replaced() -> N
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_decoders_end_with_the_worker_even_when_it_is_killed(busy: bool, tmp_path: Path) -> None:
-    picture = tmp_path / "picture"
+    picture = tmp_path / "image"
     picture.write_bytes(slow_jpeg(1) if busy else encoded(Image.new("RGB", (4, 4)), "PNG"))
     code = f"""
 import asyncio, os, signal

@@ -303,7 +303,7 @@ class TestTiff:
             ({273: (4_000_000_000,)}, "the image is damaged or incomplete"),
             (
                 {322: (1 << 20,), 323: (1 << 20,), 324: (8,), 325: (2,)},
-                "the tiles of the TIFF are much larger than its picture",
+                "the tiles of the TIFF are much larger than its image",
             ),
             (
                 {322: (1,), 323: (1,), 256: (4000,), 257: (4000,)},
@@ -369,7 +369,7 @@ class TestPassesOfAJpeg:
         data[size : size + 4] = struct.pack(">HH", 8000, 8000)
         assert message_of(bytes(data)) == TOO_MANY
 
-    def test_what_follows_the_picture_does_not_count(self) -> None:
+    def test_what_follows_the_image_does_not_count(self) -> None:
         image = encoded(halves("RGB", RED, BLUE), "JPEG", quality=95)
         found = pixel(image + image * 300, 8, 8)
         assert max(abs(a - b) for a, b in zip(found, RED, strict=True)) <= 8

@@ -47,7 +47,7 @@ class Fetches:
 
 
 @pytest.mark.asyncio
-async def test_pictures_become_embeddings_in_order() -> None:
+async def test_images_become_embeddings_in_order() -> None:
     engine = GatedEngine()
     loader = await loader_over(engine)
     one, two = await loader.load(parts(png_url(1), png_url(2)), ROOMY)
@@ -61,7 +61,7 @@ async def test_pictures_become_embeddings_in_order() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_picture_that_a_request_holds_twice_is_loaded_once_and_counts_twice(tmp_path: Path) -> None:
+async def test_an_image_that_a_request_holds_twice_is_loaded_once_and_counts_twice(tmp_path: Path) -> None:
     engine = GatedEngine()
     loader = await loader_over(engine, allowed_local_path=tmp_path, cache_bytes=0)
     file = write_embeddings(tmp_path, "e.pt", 3)
@@ -74,7 +74,7 @@ async def test_a_picture_that_a_request_holds_twice_is_loaded_once_and_counts_tw
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_encodes_itself_is_given_decoded_pictures() -> None:
+async def test_an_engine_that_encodes_itself_is_given_decoded_images() -> None:
     engine = GatedEngine()
     info = taking_images(await engine.start(), encodes=False)
     loader = await loader_over(engine, info=info)
@@ -85,7 +85,7 @@ async def test_an_engine_that_encodes_itself_is_given_decoded_pictures() -> None
 
 
 @pytest.mark.asyncio
-async def test_pictures_and_embedding_files_mixed_keep_their_order(tmp_path: Path) -> None:
+async def test_images_and_embedding_files_mixed_keep_their_order(tmp_path: Path) -> None:
     loader = await loader_over(GatedEngine(), allowed_local_path=tmp_path)
     three, five = write_embeddings(tmp_path, "a.pt", 3), write_embeddings(tmp_path, "b.pt", 5)
     items = await loader.load(parts(three, png_url(1), five, png_url(2), three), ROOMY)
@@ -156,7 +156,7 @@ async def test_a_prompt_too_long_with_its_images_is_refused_with_both_counts_bef
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "bad", ["data:image/png;base64," + base64.b64encode(b"no picture").decode(), "data:image/png,"]
+    "bad", ["data:image/png;base64," + base64.b64encode(b"no image").decode(), "data:image/png,"]
 )
 async def test_one_bad_part_is_named_and_none_of_the_others_is_encoded(bad: str) -> None:
     engine = GatedEngine()
@@ -187,7 +187,7 @@ async def test_a_missing_file_does_not_name_the_servers_path(tmp_path: Path) -> 
 
 
 @pytest.mark.asyncio
-async def test_the_same_picture_is_encoded_once_at_a_time_and_then_kept() -> None:
+async def test_the_same_image_is_encoded_once_at_a_time_and_then_kept() -> None:
     engine = GatedEngine()
     engine.gate = asyncio.Event()
     loader = await loader_over(engine)
@@ -205,7 +205,7 @@ async def test_the_same_picture_is_encoded_once_at_a_time_and_then_kept() -> Non
 
 
 @pytest.mark.asyncio
-async def test_a_client_that_leaves_does_not_take_the_picture_from_another() -> None:
+async def test_a_client_that_leaves_does_not_take_the_image_from_another() -> None:
     engine = GatedEngine()
     engine.gate = asyncio.Event()
     loader = await loader_over(engine)
@@ -346,7 +346,7 @@ async def test_no_processor_prepares_an_embedding_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_engine_that_is_given_decoded_pictures_finds_them_by_their_uuid_too() -> None:
+async def test_an_engine_that_is_given_decoded_images_finds_them_by_their_uuid_too() -> None:
     engine = GatedEngine()
     info = await engine.start()
     taken = {kind: replace(each, encodes=False) for kind, each in info.media.items()}

@@ -1,4 +1,4 @@
-"""Metadata that no pixel needs never refuses a picture, whatever is wrong with it, and is never inflated
+"""Metadata that no pixel needs never refuses an image, whatever is wrong with it, and is never inflated
 without bound.
 """
 
@@ -137,7 +137,7 @@ DISLIKED: dict[str, Callable[[], bytes]] = {
     "png: animation control that lies": lambda: in_png(chunk(b"acTL", struct.pack(">II", 2**31 - 1, 0))),
     "jpeg: EXIF that refers to itself": lambda: in_jpeg(segment(0xE1, EXIF_BOMB[:65_000])),
     "jpeg: broken EXIF": lambda: in_jpeg(segment(0xE1, b"Exif\0\0MM\0*\xff\xff\xff\xff")),
-    "jpeg: broken picture index": lambda: in_jpeg(segment(0xE2, b"MPF\0II*\0\xff\xff\xff\xff" + bytes(90))),
+    "jpeg: broken image index": lambda: in_jpeg(segment(0xE2, b"MPF\0II*\0\xff\xff\xff\xff" + bytes(90))),
     "jpeg: thousand segments of XMP": lambda: in_jpeg(
         *[segment(0xE1, b"http://ns.adobe.com/xmp/" + MANY[:60_000])] * 200
     ),
@@ -176,7 +176,7 @@ DISLIKED: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", DISLIKED)
-def test_a_picture_is_taken_whatever_its_metadata_holds(name: str) -> None:
+def test_an_image_is_taken_whatever_its_metadata_holds(name: str) -> None:
     data = DISLIKED[name]()
     kind = {"webp": "WebP"}.get(name.partition(":")[0], name.partition(":")[0].upper())
     assert check_header(data, CONFIG) == ImageHeader(kind, *SIZE)

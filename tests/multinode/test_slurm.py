@@ -19,7 +19,7 @@ from dynamo.trtllm.demo.pictures import draw
 from launch.harness import script_environment
 from multinode.slurm import MARK, ROOT, SlurmCluster
 from processes.cluster import Cluster, die_with_parent, find_http, free_port, wait_until
-from processes.media import picture_server
+from processes.media import image_server
 
 pytestmark = pytest.mark.slurm
 
@@ -30,7 +30,7 @@ READY_S = 240.0
 
 
 def settings(port: int) -> dict[str, str]:
-    """What a launch on loopback is told: free ports everywhere, and pictures of this machine are allowed."""
+    """What a launch on loopback is told: free ports everywhere, and images of this machine are allowed."""
     return {
         "DYNAMO_PYTHON": sys.executable,
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0.2",
@@ -126,11 +126,11 @@ def launcher(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Launcher]:
     launcher.finish()
 
 
-def ask_about_a_picture(client: Cluster, seed: int) -> str:
-    with picture_server() as server:
+def ask_about_an_image(client: Cluster, seed: int) -> str:
+    with image_server() as server:
         content = [
             {"type": "text", "text": "Describe the image"},
-            {"type": "image_url", "image_url": {"url": server.picture_url(seed)}},
+            {"type": "image_url", "image_url": {"url": server.image_url(seed)}},
         ]
         answer = client.chat(content, max_tokens=40)
     assert answer.status == 200, answer.body
@@ -146,7 +146,7 @@ def labels(slurm: SlurmCluster, job: str) -> dict[str, str]:
     }
 
 
-def test_disaggregated_serving_over_three_nodes_answers_about_a_picture_and_leaves_only_what_was_there(
+def test_disaggregated_serving_over_three_nodes_answers_about_an_image_and_leaves_only_what_was_there(
     slurm: SlurmCluster, launcher: Launcher
 ) -> None:
     job = slurm.allocate(3)
@@ -167,7 +167,7 @@ def test_disaggregated_serving_over_three_nodes_answers_about_a_picture_and_leav
         "decode": "n3",
     }
     assert '"id":"demo"' in str(find_http(f"{run.client.url}/v1/models"))
-    assert ask_about_a_picture(run.client, 1) == draw(1).caption
+    assert ask_about_an_image(run.client, 1) == draw(1).caption
     assert "[prefill] 0: " in run.output
     assert "[decode] 0: " in run.output
 

@@ -138,9 +138,9 @@ async def test_what_a_request_holds_twice_is_asked_for_once(cluster: Cluster, tm
     await cluster.add(1, allowed_local_path=tmp_path, local_files=True)
     encoder = await cluster.encoder()
     embeddings = write_embeddings(tmp_path, "e.pt", 3, value=2.5)
-    picture = tmp_path / "p.png"
-    picture.write_bytes(base64.b64decode(png_url(7).partition(",")[2]))
-    urls = [png_url(1), picture.as_uri(), embeddings, png_url(2)]
+    image = tmp_path / "p.png"
+    image.write_bytes(base64.b64decode(png_url(7).partition(",")[2]))
+    urls = [png_url(1), image.as_uri(), embeddings, png_url(2)]
     twice = [*urls, f" {urls[0]}\n", *reversed(urls)]
     got = await encoder.load(parts(*twice), ROOMY, FakeContext())
     assert sorted(request["url"] for request in cluster.client.requests) == sorted(urls)
@@ -161,7 +161,7 @@ async def test_a_reference_that_fails_is_named_by_its_first_place(cluster: Clust
 
 
 @pytest.mark.asyncio
-async def test_a_picture_goes_to_one_instance_and_a_leaving_one_moves_only_its_own() -> None:
+async def test_an_image_goes_to_one_instance_and_a_leaving_one_moves_only_its_own() -> None:
     client = FakeClient(dict.fromkeys((11, 22, 33), replies()))
     encoder = encoder_over(client)
     references = [f"https://x/{i}.png" for i in range(300)]
@@ -307,7 +307,7 @@ async def test_what_was_read_is_kept_and_a_second_offer_of_it_is_discarded_unrea
 
 
 @pytest.mark.asyncio
-async def test_the_same_picture_twice_in_a_request_is_read_once(cluster: Cluster) -> None:
+async def test_the_same_image_twice_in_a_request_is_read_once(cluster: Cluster) -> None:
     await cluster.add(1)
     encoder = await cluster.encoder()
     one, two = await encoder.load(parts(png_url(1), png_url(1)), ROOMY, FakeContext())

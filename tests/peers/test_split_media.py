@@ -61,7 +61,7 @@ def part(kind: str, url: str, position: int = 1, uuid: str | None = None) -> Med
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("what", "picture", "file"),
+    ("what", "image", "file"),
     [
         ("encoded files", "apart", "apart"),
         ("encoded", "apart", "apart"),
@@ -70,7 +70,7 @@ def part(kind: str, url: str, position: int = 1, uuid: str | None = None) -> Med
     ],
 )
 async def test_a_part_goes_where_the_engine_takes_its_embeddings_from(
-    what: str, picture: str, file: str
+    what: str, image: str, file: str
 ) -> None:
     media, _, _ = split(image=what)
     parts = [
@@ -78,7 +78,7 @@ async def test_a_part_goes_where_the_engine_takes_its_embeddings_from(
         part("image", "file:///t/e.pt", 2),
         part("image", "https://h/b.png", 3),
     ]
-    assert [place for place, _, _ in await media.load(parts, BUDGET)] == [picture, file, picture]
+    assert [place for place, _, _ in await media.load(parts, BUDGET)] == [image, file, image]
 
 
 @pytest.mark.asyncio

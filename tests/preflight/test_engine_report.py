@@ -20,11 +20,11 @@ from engines.trtllm_trees import files_of, write
 CHECK = ["--check", "--engine-report", "--model-path"]
 STAGES = (
     "text",
-    "picture",
+    "image",
     "prefill and decode",
-    "picture over prefill and decode",
+    "image over prefill and decode",
     "encode",
-    "encoded picture",
+    "encoded image",
 )
 LAYERS = {
     "hidden_size": 8, "max_position_embeddings": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -65,7 +65,7 @@ def test_where_the_library_is_missing_the_report_says_what_was_not_tried(
     report = capsys.readouterr().out.partition("engine report\n")[2]
     missing = "TensorRT-LLM is not installed here"
     assert f"  source\n    {missing}: its source was not read and no rule was checked\n" in report
-    assert f"    {missing}: text, picture, prefill and decode, encode were not tried\n" in report
+    assert f"    {missing}: text, image, prefill and decode, encode were not tried\n" in report
     assert "  configuration\n    agg, text, --engine tensorrt_llm, nobody/no-such-model\n" in report
 
 
@@ -98,7 +98,7 @@ def test_a_stage_that_fails_says_why_and_the_others_go_on(
     assert told["text"].startswith("ok, 8 tokens, ")
     assert told["prefill and decode"].startswith("FAILED: EngineFault: ")
     assert "Error in kv cache transfer" in told["prefill and decode"]
-    assert told["picture"].startswith("not tried: the model is checked as a text model")
+    assert told["image"].startswith("not tried: the model is checked as a text model")
 
 
 LIBRARIES = {
@@ -121,11 +121,11 @@ def test_a_library_that_hangs_or_dies_costs_its_stages_only(
     config = parse_args(["--model-path", model(tmp_path / "model", TEXT)])
     assert list(try_stages(config, timeout_s=3 if how == "hangs" else 120)) == [
         f"text: {outcome}",
-        "picture: not tried: the model is checked as a text model; --modality multimodal would try pictures",
+        "image: not tried: the model is checked as a text model; --modality multimodal would try images",
         f"prefill and decode: {outcome}",
         *(
             f"{stage}: not tried: the model is checked as a text model; --modality multimodal would try "
-            f"pictures"
+            f"images"
             for stage in STAGES[3:]
         ),
     ]

@@ -1,5 +1,5 @@
-"""A picture server on loopback for process tests:
-serves the demo's drawn pictures and counts who asked for what."""
+"""An image server on loopback for process tests:
+serves the demo's drawn images and counts who asked for what."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dynamo.trtllm.demo.pictures import Picture, draw
 
 
 def data_url(picture: Picture) -> str:
-    """The picture as a PNG in a data URL."""
+    """The image as a PNG in a data URL."""
     return "data:image/png;base64," + base64.b64encode(png(picture)).decode()
 
 
 def png(picture: Picture) -> bytes:
-    """The picture as a PNG file."""
+    """The image as a PNG file."""
     sink = io.BytesIO()
     picture.image.save(sink, "PNG")
     return sink.getvalue()
 
 
-class PictureServer:
-    """`/picture/SEED.png` is the demo generator's picture of that seed; `pages` holds other bodies by path.
+class ImageServer:
+    """`/picture/SEED.png` is the demo generator's image of that seed; `pages` holds other bodies by path.
 
-    `hits` counts whole GETs by path: the frontend looks at each picture's first bytes by a range request,
+    `hits` counts whole GETs by path: the frontend looks at each image's first bytes by a range request,
     which is not counted. A whole GET of a path in `gates` is answered when its event is set.
     """
 
@@ -40,7 +40,7 @@ class PictureServer:
         self.gates: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
 
-    def picture_url(self, seed: int) -> str:
+    def image_url(self, seed: int) -> str:
         return f"{self.url}/picture/{seed}.png"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
@@ -75,9 +75,9 @@ class PictureServer:
 
 
 @contextmanager
-def picture_server() -> Iterator[PictureServer]:
+def image_server() -> Iterator[ImageServer]:
     """A running server, ended with the block."""
-    state: list[PictureServer] = []
+    state: list[ImageServer] = []
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -90,7 +90,7 @@ def picture_server() -> Iterator[PictureServer]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    state.append(PictureServer(server.server_address[1]))
+    state.append(ImageServer(server.server_address[1]))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

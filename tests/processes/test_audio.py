@@ -12,7 +12,7 @@ import pytest
 from engines.families import random_sound, save_tiny_model
 from media.sounds import encoded, tone, wav
 from processes.cluster import Answer, Cluster
-from processes.media import PictureServer, picture_server
+from processes.media import ImageServer, image_server
 from processes.outcomes import Outcome, outcome, require_the_same
 from processes.topologies import TOPOLOGIES, Deployment, deploy
 
@@ -51,13 +51,13 @@ def inline(seed: int) -> str:
     return base64.b64encode(file_of(seed)).decode()
 
 
-def served(server: PictureServer, seed: int) -> dict[str, Any]:
+def served(server: ImageServer, seed: int) -> dict[str, Any]:
     """The sound of `seed` on `server`."""
     server.pages.setdefault(f"/{seed}.wav", file_of(seed))
     return sound(f"{server.url}/{seed}.wav")
 
 
-def requests(server: PictureServer, directory: Path) -> list[dict[str, Any]]:
+def requests(server: ImageServer, directory: Path) -> list[dict[str, Any]]:
     def ask(*content: dict[str, Any], **options: Any) -> dict[str, Any]:
         return {"messages": [user(*content)], "max_tokens": 16, **options}
 
@@ -98,7 +98,7 @@ def run(cluster: Cluster, asked: list[dict[str, Any]]) -> list[tuple[Outcome, Ou
         return list(pool.map(one, asked))
 
 
-def check_who_opens(cluster: Cluster, server: PictureServer, deployment: Deployment) -> None:
+def check_who_opens(cluster: Cluster, server: ImageServer, deployment: Deployment) -> None:
     """A sound is fetched once, however often a request holds it, and opened by encode workers alone where
     there are some.
     """
@@ -119,7 +119,7 @@ def check_who_opens(cluster: Cluster, server: PictureServer, deployment: Deploym
     assert {count for counts in opened.values() for count in counts} <= {0.0}
 
 
-def check_names(cluster: Cluster, server: PictureServer) -> None:
+def check_names(cluster: Cluster, server: ImageServer) -> None:
     """A name never lets one sound answer for another."""
 
     def ask(part: dict[str, Any], **options: Any) -> Answer:
@@ -131,13 +131,13 @@ def check_names(cluster: Cluster, server: PictureServer) -> None:
     assert same.text == texts[1]
 
 
-def refusals(server: PictureServer) -> list[tuple[list[dict[str, Any]], dict[str, Any], str]]:
+def refusals(server: ImageServer) -> list[tuple[list[dict[str, Any]], dict[str, Any], str]]:
     """What is asked, with which options, and how the refusal begins."""
     server.pages["/long.wav"] = wav(random_sound(30, 3.0).samples)
     server.pages["/short.wav"] = wav(random_sound(31, 0.01).samples)
     server.pages["/cut.wav"] = file_of(32)[:-4000]
-    one, image = served(server, 1), {"type": "image_url", "image_url": {"url": server.picture_url(1)}}
-    video = {"type": "video_url", "video_url": {"url": server.picture_url(1)}}
+    one, image = served(server, 1), {"type": "image_url", "image_url": {"url": server.image_url(1)}}
+    video = {"type": "video_url", "video_url": {"url": server.image_url(1)}}
     only = "on this worker; it takes audio only"
     accepted = "accepted are WAV, FLAC, MP3, Ogg (Vorbis, Opus)"
     broken = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
@@ -151,7 +151,7 @@ def refusals(server: PictureServer) -> list[tuple[list[dict[str, Any]], dict[str
         ([one, sound(f"{server.url}/short.wav")], {}, "audio 2: the sound is too short: this model hears"),
         ([sound(f"{server.url}/cut.wav")], {}, "audio 1: the sound is cut short"),
         ([sound(f"{server.url}/missing.wav")], {}, "audio 1: "),
-        ([sound(server.picture_url(1))], {}, f"audio 1: the type PNG is not accepted as a sound; {accepted}"),
+        ([sound(server.image_url(1))], {}, f"audio 1: the type PNG is not accepted as a sound; {accepted}"),
         ([one, broken], {}, f"audio 2: not a sound of a known type; {accepted}"),
         ([one, image], {}, f"image 1: the model demo takes no images {only}"),
         ([video], {}, f"video 1: the model demo takes no videos {only}"),
@@ -166,7 +166,7 @@ def refusals(server: PictureServer) -> list[tuple[list[dict[str, Any]], dict[str
     ]
 
 
-def check_refusals(cluster: Cluster, server: PictureServer) -> None:
+def check_refusals(cluster: Cluster, server: ImageServer) -> None:
     """In words that name the part, and the worker serves on."""
     for content, options, words in refusals(server):
         for stream in (False, True):
@@ -191,7 +191,7 @@ def answers(
     options = ("--engine", "transformers", "--modality", "multimodal", "--limit-mm-per-prompt", "audio=4")
     found: dict[str, list[tuple[Outcome, Outcome]]] = {}
     for name in TOPOLOGIES:
-        with picture_server() as server, Cluster(env=env) as cluster:
+        with image_server() as server, Cluster(env=env) as cluster:
             deployment = deploy(name, cluster, options=options, model_path=str(model))
             found[name] = run(cluster, requests(server, directory))
             check_who_opens(cluster, server, deployment)

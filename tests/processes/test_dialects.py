@@ -19,8 +19,8 @@ from processes.cluster import Cluster, find_http, free_port, wait_until
 from processes.media import png
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-PICTURE = draw(7)
-ENCODED = base64.b64encode(png(PICTURE)).decode()
+IMAGE = draw(7)
+ENCODED = base64.b64encode(png(IMAGE)).decode()
 ADDRESS = f"data:image/png;base64,{ENCODED}"
 QUESTION = "Describe the image"
 CONTENT = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": ADDRESS}}]
@@ -35,7 +35,7 @@ CAPTIONED = {
 GRAMMAR = """root ::= "here: a " colour " " [a-z]+ " on a " colour " background."
 colour ::= "red" | "cyan" | "purple" | "pink"
 """
-AS_JSON = json.dumps({"caption": PICTURE.caption}, separators=(",", ":"))
+AS_JSON = json.dumps({"caption": IMAGE.caption}, separators=(",", ":"))
 TOOL = {"type": "function", "function": {"name": "file_under", "parameters": CAPTIONED}}
 ECHO = (
     "echo is not supported: neither the prompt nor log probabilities of its tokens are given back; "
@@ -89,19 +89,19 @@ def test_a_worker_says_in_its_log_which_flag_it_ignores(cluster: Cluster) -> Non
     assert worker.text().count(note) == 1
 
 
-def test_a_picture_is_described_through_each_api(cluster: Cluster) -> None:
-    assert describe(cluster).text == PICTURE.caption
+def test_an_image_is_described_through_each_api(cluster: Cluster) -> None:
+    assert describe(cluster).text == IMAGE.caption
     asked = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": ADDRESS}]
     answer = cluster.post(
         "/v1/responses", {"model": "demo", "input": [{"role": "user", "content": asked}], "temperature": 0}
     )
     assert answer.status == 200
-    assert answer.body["output"][0]["content"][0]["text"] == PICTURE.caption
+    assert answer.body["output"][0]["content"][0]["text"] == IMAGE.caption
     messages = cluster.post(
         "/v1/messages", anthropic({"type": "base64", "media_type": "image/png", "data": ENCODED})
     )
     assert messages.status == 200
-    assert messages.body["content"][0]["text"] == PICTURE.caption
+    assert messages.body["content"][0]["text"] == IMAGE.caption
 
 
 def test_the_anthropic_api_is_there_only_when_asked_for_and_takes_no_addresses(
@@ -122,7 +122,7 @@ def test_fields_that_the_frontend_does_not_know_pass_only_with_its_variable(
     refused = describe(cluster, **{field: "low"})
     assert (refused.status, field in refused.message) == (400, True)
     taken = describe(lenient, **{field: "low"})
-    assert (taken.status, taken.text) == (200, PICTURE.caption)
+    assert (taken.status, taken.text) == (200, IMAGE.caption)
 
 
 @pytest.mark.parametrize("field", ["tools", "stop"])
@@ -133,7 +133,7 @@ def test_empty_lists_of_tools_and_stop_strings_are_refused_with_the_variable_too
 
 
 def test_logit_bias_and_suffix_change_nothing(cluster: Cluster) -> None:
-    assert describe(cluster, logit_bias={"300": 100}).text == PICTURE.caption
+    assert describe(cluster, logit_bias={"300": 100}).text == IMAGE.caption
     plain = cluster.complete("hello", max_tokens=5, temperature=0)
     assert cluster.complete("hello", max_tokens=5, temperature=0, suffix="bye").text == plain.text
     assert cluster.complete("hello", max_tokens=5, temperature=0, logit_bias={"300": 100}).text == plain.text
@@ -155,16 +155,16 @@ def test_echo_is_refused_in_those_words(options: dict[str, Any], cluster: Cluste
             AS_JSON,
         ),
         ({"response_format": {"type": "json_object"}}, "{}"),
-        ({"response_format": {"type": "text"}}, PICTURE.caption),
-        ({"guided_choice": CAPTIONS}, PICTURE.caption),
-        ({"guided_regex": "it shows (a red|a cyan) [a-z ]+[.]"}, f"it shows {PICTURE.caption}"),
-        ({"guided_grammar": GRAMMAR}, f"here: {PICTURE.caption}"),
+        ({"response_format": {"type": "text"}}, IMAGE.caption),
+        ({"guided_choice": CAPTIONS}, IMAGE.caption),
+        ({"guided_regex": "it shows (a red|a cyan) [a-z ]+[.]"}, f"it shows {IMAGE.caption}"),
+        ({"guided_grammar": GRAMMAR}, f"here: {IMAGE.caption}"),
         ({"guided_json": CAPTIONED}, AS_JSON),
-        ({"tools": [TOOL], "tool_choice": "auto"}, PICTURE.caption),
-        ({"tools": [TOOL], "tool_choice": "none"}, PICTURE.caption),
+        ({"tools": [TOOL], "tool_choice": "auto"}, IMAGE.caption),
+        ({"tools": [TOOL], "tool_choice": "none"}, IMAGE.caption),
     ],
 )
-def test_an_answer_about_a_picture_follows_the_form_that_was_asked_for(
+def test_an_answer_about_an_image_follows_the_form_that_was_asked_for(
     options: dict[str, Any], expected: str, stream: bool, cluster: Cluster
 ) -> None:
     answer = describe(cluster, stream=stream, **options)
@@ -172,11 +172,11 @@ def test_an_answer_about_a_picture_follows_the_form_that_was_asked_for(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "file_under"}}])
-def test_a_forced_tool_is_called_with_what_the_picture_shows(choice: Any, cluster: Cluster) -> None:
+def test_a_forced_tool_is_called_with_what_the_image_shows(choice: Any, cluster: Cluster) -> None:
     answer = cluster.chat(CONTENT, max_tokens=200, temperature=0, tools=[TOOL], tool_choice=choice)
     calls = answer.body["choices"][0]["message"]["tool_calls"]
     assert {call["function"]["name"] for call in calls} == {"file_under"}
-    assert json.loads(calls[0]["function"]["arguments"]) == {"caption": PICTURE.caption}
+    assert json.loads(calls[0]["function"]["arguments"]) == {"caption": IMAGE.caption}
 
 
 def test_a_form_that_cannot_be_followed_is_refused_in_our_words(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.metrics import METRICS, STAGE_DURATION
 from dynamo.trtllm.multimodal.uuids import PREPARED_OTHERWISE, UNKNOWN
 from processes.cluster import Answer, Cluster
-from processes.media import PictureServer, picture_server, png
+from processes.media import ImageServer, image_server, png
 from processes.outcomes import Outcome, outcome, require_the_same
 from processes.prefork import run_python
 from processes.topologies import TOPOLOGIES, Deployment, deploy
@@ -44,7 +44,7 @@ def user(*content: Any) -> dict[str, Any]:
     }
 
 
-def video(server: PictureServer, seed: int) -> dict[str, Any]:
+def video(server: ImageServer, seed: int) -> dict[str, Any]:
     """A clip of the demo's, served by `server`."""
     path = f"/clip/{seed}.mp4"
     if path not in server.pages:
@@ -60,12 +60,12 @@ def clip_file(seed: int) -> bytes:
         return file.read_bytes()
 
 
-def requests(server: PictureServer, embeddings: str) -> list[dict[str, Any]]:
+def requests(server: ImageServer, embeddings: str) -> list[dict[str, Any]]:
     """Some fifty requests that differ in everything that could be lost
     on the way from one worker to the next."""
 
     def url(seed: int) -> dict[str, Any]:
-        return picture(server.picture_url(seed))
+        return picture(server.image_url(seed))
 
     def ask(*content: Any, **options: Any) -> dict[str, Any]:
         return {"messages": [user(*content)], "max_tokens": 32, **options}
@@ -208,7 +208,7 @@ def check_stop_strings(cluster: Cluster, deployment: Deployment, content: list[A
     assert not [word for word in ("Traceback", "cancel", "WARN", "ERROR") if word in new], new
 
 
-def check_uuids(cluster: Cluster, server: PictureServer) -> None:
+def check_uuids(cluster: Cluster, server: ImageServer) -> None:
     """A uuid alone stands for the content that came with it last, for its tenant, and fetches nothing."""
 
     def ask(part: dict[str, Any], **options: Any) -> Answer:
@@ -217,11 +217,11 @@ def check_uuids(cluster: Cluster, server: PictureServer) -> None:
     alone, tenant = {"type": "image_url"}, {"cache_salt": "ours"}
     server.hits.clear()
     for seed in (95, 96):
-        sent = ask(picture(server.picture_url(seed)), **tenant)
+        sent = ask(picture(server.image_url(seed)), **tenant)
         again = ask(alone, **tenant, stream=True, stream_options={"include_usage": True})
         assert (again.text, again.usage) == (sent.text, sent.usage)
         assert (
-            sent.text == cluster.chat([picture(server.picture_url(seed)), text(QUESTION)], max_tokens=32).text
+            sent.text == cluster.chat([picture(server.image_url(seed)), text(QUESTION)], max_tokens=32).text
         )
         assert sent.usage["prompt_tokens"] > 20
     assert server.hits == {"/picture/95.png": 2, "/picture/96.png": 2}
@@ -243,7 +243,7 @@ def choices_of(answer: Answer) -> list[tuple[str, str]]:
     return [(texts[index], ends[index]) for index in sorted(texts)]
 
 
-def check_clips(cluster: Cluster, server: PictureServer, deployment: Deployment) -> None:
+def check_clips(cluster: Cluster, server: ImageServer, deployment: Deployment) -> None:
     """A clip is fetched once, and opened by encode workers where there are some;
     one that is none is named."""
     server.hits.clear()
@@ -256,20 +256,20 @@ def check_clips(cluster: Cluster, server: PictureServer, deployment: Deployment)
     reader = deployment.roles[0]
     assert opened.pop(reader) > 0
     assert set(opened.values()) <= {0.0}
-    broken = {"type": "video_url", "video_url": {"url": server.picture_url(1)}}
+    broken = {"type": "video_url", "video_url": {"url": server.image_url(1)}}
     refused = cluster.chat([broken, text("what happens?")], max_tokens=4)
-    words = "video 1: this is a picture (PNG), not a video; send it as image_url"
+    words = "video 1: this is an image (PNG), not a video; send it as image_url"
     assert (refused.status, refused.message) == (400, words)
 
 
-def check_choices(cluster: Cluster, server: PictureServer) -> None:
+def check_choices(cluster: Cluster, server: ImageServer) -> None:
     """With n, choice i is the answer to the request with `seed + i`;
     the image is fetched once, and one token is no answer."""
-    content = [picture(server.picture_url(95)), text(QUESTION)]
+    content = [picture(server.image_url(95)), text(QUESTION)]
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.6, "stop": ["on"]}
     singles = [choices_of(cluster.chat(content, seed=70 + index, **options))[0] for index in range(4)]
     server.hits.clear()
-    content[0] = picture(server.picture_url(95) + "?again")
+    content[0] = picture(server.image_url(95) + "?again")
     together = cluster.chat(content, seed=70, n=4, **options)
     assert choices_of(together) == singles
     assert sum(server.hits.values()) == 1
@@ -350,7 +350,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embeddings(directory: Path) -> str:
-    """URL of an embedding file that the shipped command made of a picture."""
+    """URL of an embedding file that the shipped command made of an image."""
     source, file = directory / "picture.png", directory / "picture.pt"
     source.write_bytes(png(draw(EMBEDDED_SEED)))
     words = ("-m", "dynamo.trtllm.embeddings", str(source), "-o", str(file))
@@ -368,23 +368,23 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
         "ALLOWED_LOCAL_MEDIA_PATH": str(directory),
     }
     for name in TOPOLOGIES:
-        with picture_server() as server, Cluster(env=env) as cluster:
+        with image_server() as server, Cluster(env=env) as cluster:
             deployment = deploy(name, cluster)
             asked = requests(server, embeddings)
             found[name] = run(cluster, asked)
             server.hits.clear()
-            pictures = [picture(server.picture_url(seed)) for seed in (90, 91, 90, 90)]
-            same = cluster.chat([*pictures, text(QUESTION)], max_tokens=4)
+            images = [picture(server.image_url(seed)) for seed in (90, 91, 90, 90)]
+            same = cluster.chat([*images, text(QUESTION)], max_tokens=4)
             assert same.status == 200
             assert server.hits == {"/picture/90.png": 1, "/picture/91.png": 1}, name
-            pictured = cluster.chat(
-                [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32
+            imaged = cluster.chat(
+                [picture(server.image_url(EMBEDDED_SEED)), text(QUESTION)], max_tokens=32
             )
             embedded = cluster.chat([picture(embeddings), text(QUESTION)], max_tokens=32)
-            assert embedded.text == pictured.text
+            assert embedded.text == imaged.text
             check_uuids(cluster, server)
             check_stop_strings(
-                cluster, deployment, [picture(server.picture_url(EMBEDDED_SEED)), text(QUESTION)]
+                cluster, deployment, [picture(server.image_url(EMBEDDED_SEED)), text(QUESTION)]
             )
             check_choices(cluster, server)
             check_clips(cluster, server, deployment)
@@ -393,7 +393,7 @@ def answers(directory: Path, embeddings: str) -> dict[str, list[tuple[Outcome, O
 
 
 def test_more_than_fifty_requests_are_asked(embeddings: str) -> None:
-    with picture_server() as server:
+    with image_server() as server:
         assert len(requests(server, embeddings)) == 59
 
 
@@ -412,7 +412,7 @@ def test_streamed_answers_are_the_unary_ones(
         assert (streamed.text, streamed.finish, streamed.usage) == (unary.text, unary.finish, unary.usage)
 
 
-def test_guided_answers_are_about_the_pictures(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
+def test_guided_answers_are_about_the_images(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
     texts = {unary.text for unary, _ in answers["agg"]}
     assert {json.dumps({"seen": draw(58).caption}, separators=(",", ":")), draw(59).caption} <= texts
     assert sum(text.startswith("I see ") for text in texts) == 1
@@ -424,7 +424,7 @@ def test_answers_about_clips_say_what_moves(answers: dict[str, list[tuple[Outcom
     }
 
 
-def test_the_answers_are_about_the_pictures(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
+def test_the_answers_are_about_the_images(answers: dict[str, list[tuple[Outcome, Outcome]]]) -> None:
     captions = [draw(seed).caption for seed in range(12)]
     given = [unary.text for unary, _ in answers["agg"][:12]]
     assert sum(caption == answer for caption, answer in zip(captions, given, strict=True)) >= 11

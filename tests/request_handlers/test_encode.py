@@ -72,9 +72,9 @@ async def test_the_reply_describes_the_item_and_its_tensors_can_be_read(
     stack: AsyncExitStack, tmp_path: Path
 ) -> None:
     worker = await start(stack, allowed_local_path=tmp_path)
-    picture = await worker.reply(asking(png_url(1)))
+    image = await worker.reply(asking(png_url(1)))
     file = await worker.reply(asking(write_embeddings(tmp_path, "e.pt", 3, value=2.5)))
-    assert (picture.kind, picture.token_ids) == ("image", (PLACEHOLDER,) * IMAGE_TOKENS)
+    assert (image.kind, image.token_ids) == ("image", (PLACEHOLDER,) * IMAGE_TOKENS)
     assert (file.kind, file.token_ids) == ("image", (PLACEHOLDER,) * 3)
     assert worker.transfer.stats().open_offers == 2
     reader = await start_transfer(stack)
@@ -84,7 +84,7 @@ async def test_the_reply_describes_the_item_and_its_tensors_can_be_read(
 
 
 @pytest.mark.asyncio
-async def test_a_picture_that_two_calls_name_is_encoded_once_and_offered_to_both(
+async def test_an_image_that_two_calls_name_is_encoded_once_and_offered_to_both(
     stack: AsyncExitStack,
 ) -> None:
     worker = await start(stack)

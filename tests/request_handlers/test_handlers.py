@@ -180,7 +180,7 @@ async def test_a_transfer_is_closed_when_its_handler_cannot_be_built(
 
 
 @pytest.mark.asyncio
-async def test_an_aggregated_worker_answers_about_pictures_and_shows_its_cache() -> None:
+async def test_an_aggregated_worker_answers_about_images_and_shows_its_cache() -> None:
     handler = await create(Role.AGGREGATED)
     raw = raw_request(1, PLACEHOLDER, images=(png_url(1),), stop={"max_tokens": 3, "ignore_eos": True})
     chunks = await collect(answered(handler, raw))

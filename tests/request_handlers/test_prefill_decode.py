@@ -54,7 +54,7 @@ async def both(stack: AsyncExitStack) -> Pair:
     return await pair(stack)
 
 
-def pictured(**options: Any) -> dict[str, Any]:
+def imaged(**options: Any) -> dict[str, Any]:
     return raw_request(1, PLACEHOLDER, 2, PLACEHOLDER, images=(png_url(1), png_url(2)), **options)
 
 
@@ -74,8 +74,8 @@ def pictured(**options: Any) -> dict[str, Any]:
         raw_request(*PROMPT, stop=LONG, output_options={"logprobs": 2}),
         raw_request(*PROMPT, stop={"max_tokens": 1}, output_options={"logprobs": 0}),
         raw_request(*PROMPT, stop={"max_tokens": 30, "stop_token_ids": list(range(300, 332))}),
-        pictured(stop=LONG),
-        pictured(stop={"max_tokens": 1}, output_options={"logprobs": 3}),
+        imaged(stop=LONG),
+        imaged(stop={"max_tokens": 1}, output_options={"logprobs": 3}),
     ],
     ids=lambda raw: "-".join(
         f"{key}={value}" for part in list(raw.values())[2:] for key, value in part.items()
@@ -114,7 +114,7 @@ async def test_a_stop_token_that_comes_first_is_named(both: Pair) -> None:
 
 @pytest.mark.asyncio
 async def test_usage_counts_the_expanded_prompt_and_the_cached_tokens_of_prefill(both: Pair) -> None:
-    usage = (await both.run(pictured(stop=LONG)))[-1]["completion_usage"]
+    usage = (await both.run(imaged(stop=LONG)))[-1]["completion_usage"]
     details = {"cached_tokens": 2}
     assert usage == {
         "prompt_tokens": 10,
@@ -163,7 +163,7 @@ async def test_a_greedy_request_gets_no_seed(both: Pair, sampling: dict[str, Any
 
 @pytest.mark.asyncio
 async def test_each_engine_is_asked_with_what_the_request_brought(both: Pair) -> None:
-    raw = pictured(
+    raw = imaged(
         stop=LONG,
         routing={"priority": 1, "cache_salt": "s", "dp_rank": 2},
         extra_args={"mm_hashes": ["0f", "1e"]},

@@ -142,7 +142,7 @@ def test_a_recording_without_a_duration_is_counted(live: dict[str, str]) -> None
 
 
 def test_frames_that_a_cut_left_without_their_keyframe_are_left_out() -> None:
-    """Open groups of pictures: frames shown before the first keyframe are stored behind it."""
+    """Open groups of images: frames shown before the first keyframe are stored behind it."""
     whole = clip(
         40, options={"g": "10", "bf": "3", "preset": "ultrafast", "x264-params": "open-gop=1:scenecut=0"}
     )
@@ -198,8 +198,8 @@ def test_the_same_clip_has_another_name_with_another_choice() -> None:
         (b"", "the video is empty"),
         (b"hello, this is a text", "the type text is not accepted as a video; accepted are MP4, MOV, WebM"),
         (bytes(range(128, 192)), "not a video of a known type; accepted are MP4, MOV, WebM"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(40), "this is a picture (PNG), not a video; send it as image_url"),
-        (b"GIF89a" + bytes(40), "this is a picture (GIF), not a video; send it as image_url"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "this is an image (PNG), not a video; send it as image_url"),
+        (b"GIF89a" + bytes(40), "this is an image (GIF), not a video; send it as image_url"),
         (b"\x00\x00\x00\x18ftypisom" + bytes(12), "the video is damaged or incomplete"),
         (b"\x1aE\xdf\xa3" + bytes(20), "the video is damaged or incomplete"),
     ],

@@ -60,7 +60,7 @@ def _run_worker(invocation: Invocation) -> int:
 
     configure_dynamo_logging()
     write_config(invocation.config)
-    logging.getLogger("PIL").setLevel(logging.INFO)  # its debug lines hold bytes of the users' pictures
+    logging.getLogger("PIL").setLevel(logging.INFO)  # its debug lines hold bytes of the users' images
     for note in invocation.notes:
         logger.warning(note)
     uvloop.install()

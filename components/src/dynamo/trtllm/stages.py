@@ -3,7 +3,7 @@ measured where it happens, kept until the request ends.
 
 The task that serves a request carries its times in a context variable, which the tasks that it starts
 inherit. So `measured` needs no parameter, and outside of a request it measures nothing. Work that
-requests share (a picture that two of them ask for at once) belongs to the one that began it. Nothing
+requests share (an image that two of them ask for at once) belongs to the one that began it. Nothing
 here runs once per token.
 """
 
@@ -30,7 +30,7 @@ class RequestTimes:
     """One request's times in seconds, from `arrived`, a value of `perf_counter`.
     Written by its own tasks alone.
 
-    A stage that runs several times at once, as for several pictures, counts once: while at least one runs.
+    A stage that runs several times at once, as for several images, counts once: while at least one runs.
     """
 
     # Most requests need none of these; made for each of them they would cost a microsecond.

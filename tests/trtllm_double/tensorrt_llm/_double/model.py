@@ -190,7 +190,7 @@ class Model:
 
 
 def media_hash(image: Any) -> str:
-    """64 hexadecimal digits that name a picture's content, as the library's blake3 does."""
+    """64 hexadecimal digits that name an image's content, as the library's blake3 does."""
     return hashlib.sha256(image.convert("RGB").tobytes()).hexdigest()
 
 
@@ -238,7 +238,7 @@ def mrope_positions(
 
 
 def square_grid(tokens: int) -> tuple[int, int, int]:
-    """The most square grid of so many tokens: what the library guesses for a picture of which it has the
+    """The most square grid of so many tokens: what the library guesses for an image of which it has the
     embedding only."""
     height = next(h for h in range(int(tokens**0.5), 0, -1) if tokens % h == 0)
     return 1, height, tokens // height

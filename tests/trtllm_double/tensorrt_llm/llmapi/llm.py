@@ -289,7 +289,7 @@ class LLM(BaseLLM):
     def _from_prompt(
         self, inputs: dict[str, Any], params: Any, disagg: Any
     ) -> tuple[Any, str | None, MultimodalParams | None]:
-        """With pictures of an mRoPE model the handles that the rank opens are written into the given
+        """With images of an mRoPE model the handles that the rank opens are written into the given
         parameters as well."""
         processor: Any = self.input_processor
         if "multi_modal_data" in inputs:

@@ -53,7 +53,7 @@ def damage_named(message: str) -> Iterator[None]:
 
 
 def has_cover_art_only(stream: Any) -> bool:
-    """True for a picture that comes with a clip or a sound, which FFmpeg shows as a video stream."""
+    """True for an image that comes with a clip or a sound, which FFmpeg shows as a video stream."""
     from av.stream import Disposition
 
     still = Disposition.attached_pic | Disposition.timed_thumbnails

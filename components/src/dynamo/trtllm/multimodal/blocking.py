@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_THREADS = 4
-"""Hashing, reading files and headers, inflating: short work. Pictures are decoded elsewhere (`decoders`)."""
+"""Hashing, reading files and headers, inflating: short work. Images are decoded elsewhere (`decoders`)."""
 
 
 @cache

@@ -15,15 +15,15 @@ from PIL import Image, ImageChops, ImageCms, ImageMath
 
 _PROFILE_SPACES = {"L": "GRAY", "RGB": "RGB ", "CMYK": "CMYK", "LAB": "Lab "}
 """The colour space that a profile must be made for, by Pillow's mode (ICC.1, 7.2.6)."""
-_PICTURE_CLASSES = frozenset({"mntr", "scnr", "prtr", "spac"})
-"""Profiles of a device or space; links, abstract profiles and named colours describe no picture."""
+_IMAGE_CLASSES = frozenset({"mntr", "scnr", "prtr", "spac"})
+"""Profiles of a device or space; links, abstract profiles and named colours describe no image."""
 _PROFILE_ERRORS = (ImageCms.PyCMSError, OSError, ValueError, TypeError)
 _SAME = 1
 """A profile that moves no colour by more than so many of 255 steps is sRGB by another name."""
 
 
 def to_rgb(image: Image.Image, profile: bytes | None) -> Image.Image:
-    """`image` in RGB over white. Raises `ValueError` and `OSError` for pixels of a kind no picture has."""
+    """`image` in RGB over white. Raises `ValueError` and `OSError` for pixels of a kind no image has."""
     image, alpha = _split_alpha(_usual(image))
     transform = _transform(profile, image.mode) if profile else None
     rgb = _in_rgb(image) if transform is None else ImageCms.applyTransform(image, transform) or _in_rgb(image)
@@ -65,7 +65,7 @@ def _usual(image: Image.Image) -> Image.Image:
         return image.convert(other)
     if image.mode in ("L", "LA", "RGB", "RGBA", "CMYK", "LAB"):
         return image
-    raise ValueError("no kind of pixels that a picture has")
+    raise ValueError("no kind of pixels that an image has")
 
 
 def _grey_of_16_bits(image: Image.Image) -> Image.Image:
@@ -103,7 +103,7 @@ def _transform(profile: bytes, mode: str) -> Any:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if (
             source.profile.xcolor_space != _PROFILE_SPACES[mode]
-            or source.profile.device_class not in _PICTURE_CLASSES
+            or source.profile.device_class not in _IMAGE_CLASSES
         ):
             return None
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")

@@ -1,4 +1,4 @@
-"""From bytes to the picture that the model should see: RGB, upright, whatever the file holds.
+"""From bytes to the image that the model should see: RGB, upright, whatever the file holds.
 
 The format is decided from the first bytes. `formats` reads what the file says about itself, and hands only
 the bytes that the pixels need to that format's one reader of Pillow; size and work are held against the
@@ -189,7 +189,7 @@ def _rgb_of(image: Image.Image, kind: str, scan: Scan) -> Image.Image:
     if scan.inverted:
         image = invert_16_bits(image)
     if kind == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0):
-        image = image.convert("RGB")  # Windows' clipboard leaves the alpha of an opaque picture at zero
+        image = image.convert("RGB")  # Windows' clipboard leaves the alpha of an opaque image at zero
     return to_rgb(as_model(image, scan.model), scan.profile())
 
 

@@ -29,7 +29,7 @@ from dynamo.trtllm.multimodal.decode import decode
 
 MESSAGE_BYTES = 1 << 16
 KEPT_PIXEL_BYTES = 64 << 20
-"""Memory for pixels that is kept for the next picture, since fresh memory costs more than what is written to
+"""Memory for pixels that is kept for the next image, since fresh memory costs more than what is written to
 it.
 """
 MAX_JOBS = 1000
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 class Outlet:
-    """Anonymous memory that takes one picture after the other. Its reader is done before the next job is
+    """Anonymous memory that takes one image after the other. Its reader is done before the next job is
     sent.
     """
 
@@ -98,7 +98,7 @@ def _serve(job: dict[str, Any], descriptor: int, outlet: Outlet) -> tuple[Mappin
     try:
         if job["kind"] == "image":
             return _decode_image(job, data, outlet), outlet.descriptor
-        from dynamo.trtllm.multimodal import clip_process  # Pictures do without what reads clips.
+        from dynamo.trtllm.multimodal import clip_process  # Images do without what reads clips.
 
         return clip_process.serve(job, data)
     except WorkerError as fault:

@@ -1,9 +1,9 @@
-"""Decoding media in processes of their own, so that a picture, clip or sound that takes too long,
+"""Decoding media in processes of their own, so that an image, clip or sound that takes too long,
 or whose client has left, is ended for good and takes nothing from the others.
 
 Each decoder is a process behind one thread, which waits for it; the thread starts another in advance when its
-own has ended. Large pictures have decoders of their own, and clips and sounds too, so however many of them
-are under way, a small picture waits for small ones alone. `decoder_process` is the other side.
+own has ended. Large images have decoders of their own, and clips and sounds too, so however many of them
+are under way, a small image waits for small ones alone. `decoder_process` is the other side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_DECODERS = 4
 """
 SMALL_PIXELS = 4 << 20
 SMALL_BYTES = 4 << 20
-"""A picture of no more pixels and bytes is small: whatever is in it, decoding takes two seconds at most."""
+"""An image of no more pixels and bytes is small: whatever is in it, decoding takes two seconds at most."""
 _PATIENCE = 3
 """A job may take so many times its processor time by the clock, before the process is taken for stuck."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
@@ -81,7 +81,7 @@ async def decode_apart(data: bytes, pixels: int, config: MediaConfig) -> Image.I
     small = pixels <= SMALL_PIXELS and len(data) <= SMALL_BYTES
     message = {"kind": "image", "max_image_pixels": config.max_image_pixels}
     limit_s = config.decode_timeout_s
-    return await run_apart(Work("small" if small else "large", "image", data, message, limit_s, _picture))
+    return await run_apart(Work("small" if small else "large", "image", data, message, limit_s, _image))
 
 
 def stats() -> metrics.Readings:
@@ -90,7 +90,7 @@ def stats() -> metrics.Readings:
 
 
 def start_decoder() -> None:
-    """Start the first decoder of small pictures, so that the first picture need not wait for it. Returns at
+    """Start the first decoder of small images, so that the first image need not wait for it. Returns at
     once.
     """
     _threads_of("small").submit(_own_decoder)
@@ -274,8 +274,8 @@ def _require_result(answer: Mapping[str, Any], noun: str) -> None:
 _FAULTS: Mapping[str, type[WorkerError]] = {"limit": LimitFault, "client": ClientFault, "worker": WorkerError}
 
 
-def _picture(answer: Mapping[str, Any], descriptor: int) -> Image.Image:
-    """The picture whose pixels lie in the descriptor."""
+def _image(answer: Mapping[str, Any], descriptor: int) -> Image.Image:
+    """The image whose pixels lie in the descriptor."""
     width, height = answer["size"]
     start = answer["start"]
     image = Image.new("RGB", (width, height), None)

@@ -1,6 +1,6 @@
 """Media items from encode workers: choose an instance, ask it, and read the embeddings that it offers.
 
-The instance for an item is chosen by rendezvous hash of the item's reference, so that one picture is encoded
+The instance for an item is chosen by rendezvous hash of the item's reference, so that one image is encoded
 once in a cluster; the next one in its order serves when the first is gone or has too much to do.
 """
 

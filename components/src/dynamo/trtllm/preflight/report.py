@@ -122,7 +122,7 @@ def _configuration(config: WorkerConfig, environment: Mapping[str, str]) -> Iter
 
 def _requests(config: WorkerConfig) -> Iterator[str]:
     if util.find_spec(LIBRARY) is None:
-        yield (f"{NOT_INSTALLED}: text, picture, prefill and decode, encode were not tried")
+        yield (f"{NOT_INSTALLED}: text, image, prefill and decode, encode were not tried")
     elif config.engine.kind is not EngineKind.TENSORRT_LLM:
         yield f"not tried: --engine {config.engine.kind.value} does not use TensorRT-LLM"
     else:

@@ -22,7 +22,7 @@ from dynamo.trtllm.engines.port import EngineInfo, EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
 from dynamo.trtllm.engines.tensorrt_llm.model import describe_model
 from dynamo.trtllm.multimodal_processor import expand
-from dynamo.trtllm.preflight.stages import ENCODE, ENCODED, MARK, PICTURE, PICTURE_HALVES
+from dynamo.trtllm.preflight.stages import ENCODE, ENCODED, IMAGE, IMAGE_HALVES, MARK
 
 TOKENS = 8
 TEXT_IDS = tuple(range(300, 312))
@@ -55,7 +55,7 @@ async def _halves(config: EngineConfig, wanted: Sequence[str]) -> None:
 
 
 async def _encoder(config: EngineConfig, wanted: Sequence[str]) -> None:
-    """Encode a picture, and answer about it in an engine that did not encode it."""
+    """Encode an image, and answer about it in an engine that did not encode it."""
     encoded: list[EncodedMedia] = []
     async with AsyncExitStack() as stack:
         engines = await _start(stack, wanted, config, Role.ENCODE)
@@ -63,7 +63,7 @@ async def _encoder(config: EngineConfig, wanted: Sequence[str]) -> None:
             await _tell(ENCODE, lambda: _encode(engines[0][0], encoded))
     if not encoded:
         if engines:
-            _print(ENCODED, "not tried: no picture was encoded")
+            _print(ENCODED, "not tried: no image was encoded")
         return
     async with AsyncExitStack() as stack:
         engines = await _start(stack, [ENCODED], config, Role.AGGREGATED)
@@ -118,7 +118,7 @@ def _print(stage: str, outcome: str) -> None:
 
 
 async def _encode(engine: TensorRTLLMEngine, encoded: list[EncodedMedia]) -> str:
-    encoded.extend(await engine.encode([_picture()]))
+    encoded.extend(await engine.encode([_image()]))
     rows, width = encoded[0].tensors["features"].shape
     return f"{rows} rows of {width}"
 
@@ -171,8 +171,8 @@ def _config_for(config: EngineConfig, role: Role) -> EngineConfig:
 
 
 def _request(config: EngineConfig, info: EngineInfo, stage: str, item: Item | None) -> EngineRequest:
-    if stage in (PICTURE, PICTURE_HALVES, ENCODED):
-        return _picture_request(config, info, item or _picture())
+    if stage in (IMAGE, IMAGE_HALVES, ENCODED):
+        return _image_request(config, info, item or _image())
     return EngineRequest(request_id="report-text", prompt=Prompt(TEXT_IDS), sampling=_sampling())
 
 
@@ -180,21 +180,21 @@ def _sampling() -> Sampling:
     return Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 
-def _picture() -> DecodedImage:
+def _image() -> DecodedImage:
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (224, 224), "white")
     ImageDraw.Draw(image).ellipse((40, 40, 184, 184), fill="red")
-    return DecodedImage("report-picture", image)
+    return DecodedImage("report-image", image)
 
 
-def _picture_request(config: EngineConfig, info: EngineInfo, item: Item) -> EngineRequest:
-    """A question about one picture, with the placeholder that the model's chat template writes."""
+def _image_request(config: EngineConfig, info: EngineInfo, item: Item) -> EngineRequest:
+    """A question about one image, with the placeholder that the model's chat template writes."""
     facts = describe_model(config.model_path).facts
     placeholder = info.placeholder_id("image")
     if placeholder is None or facts.placeholder is None:
-        raise ValueError("the engine does not say which token stands for a picture")
-    text = f"{facts.around[0]}{facts.placeholder}{facts.around[1]}What is in this picture?"
+        raise ValueError("the engine does not say which token stands for an image")
+    text = f"{facts.around[0]}{facts.placeholder}{facts.around[1]}What is in this image?"
     ids = _tokenize(config.model_path, text)
     if ids is None:
         text, ids = (
@@ -202,7 +202,7 @@ def _picture_request(config: EngineConfig, info: EngineInfo, item: Item) -> Engi
             [TEXT_IDS[0], placeholder, TEXT_IDS[1]],
         )
     prompt = expand(ids, {"image": placeholder}, [item], text)
-    return EngineRequest(request_id="report-picture", prompt=prompt, sampling=_sampling())
+    return EngineRequest(request_id="report-image", prompt=prompt, sampling=_sampling())
 
 
 def _tokenize(directory: str, text: str) -> list[int] | None:

@@ -30,11 +30,11 @@ MARK = "dynamo-trtllm-stage "
 """Starts a line that tells an outcome; libraries print lines of their own."""
 
 
-TEXT, PICTURE, ENCODE = "text", "picture", "encode"
-HALVES, PICTURE_HALVES, ENCODED = "prefill and decode", "picture over prefill and decode", "encoded picture"
+TEXT, IMAGE, ENCODE = "text", "image", "encode"
+HALVES, IMAGE_HALVES, ENCODED = "prefill and decode", "image over prefill and decode", "encoded image"
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "whole": (TEXT, PICTURE),
-    "halves": (HALVES, PICTURE_HALVES),
+    "whole": (TEXT, IMAGE),
+    "halves": (HALVES, IMAGE_HALVES),
     "encoder": (ENCODE, ENCODED),
 }
 """Stages that share engines, and so a process."""
@@ -63,22 +63,22 @@ def _missing(config: WorkerConfig) -> dict[str, str]:
     name = shape.architecture if shape is not None else "this model"
     missing: dict[str, str] = {}
     if facts is None or not facts.encodes_apart:
-        missing |= dict.fromkeys((ENCODE, ENCODED), f"TensorRT-LLM does not encode pictures of {name} apart")
-    pictures = _no_pictures(config, facts, name)
-    if pictures:
-        missing |= dict.fromkeys((PICTURE, PICTURE_HALVES, ENCODE, ENCODED), pictures)
+        missing |= dict.fromkeys((ENCODE, ENCODED), f"TensorRT-LLM does not encode images of {name} apart")
+    images = _no_images(config, facts, name)
+    if images:
+        missing |= dict.fromkeys((IMAGE, IMAGE_HALVES, ENCODE, ENCODED), images)
     if facts is not None and not facts.disaggregates:
         missing |= dict.fromkeys(
-            (HALVES, PICTURE_HALVES), f"TensorRT-LLM does not split {name} over two workers"
+            (HALVES, IMAGE_HALVES), f"TensorRT-LLM does not split {name} over two workers"
         )
     return missing
 
 
-def _no_pictures(config: WorkerConfig, facts: ModelFacts | None, name: str) -> str:
+def _no_images(config: WorkerConfig, facts: ModelFacts | None, name: str) -> str:
     if config.model.modality is not Modality.MULTIMODAL:
-        return "the model is checked as a text model; --modality multimodal would try pictures"
+        return "the model is checked as a text model; --modality multimodal would try images"
     if facts is None or facts.placeholder is None:
-        return f"the record does not say how {name} takes pictures"
+        return f"the record does not say how {name} takes images"
     return ""
 
 

@@ -65,7 +65,7 @@ class ContextStage:
         positions: tuple[torch.Tensor, ...] = ()
         placed = self.model.facts.mrope and bool(request.prompt.media)
         if placed and not results.positions_left(params, submitted):
-            positions = submitted.positions or results.positions_of_pictures(request, prompt_ids)
+            positions = submitted.positions or results.positions_of_images(request, prompt_ids)
         return Prefilled(
             first, prompt_ids, handoff.pack_state(self.submission.library, params, positions), cached
         )

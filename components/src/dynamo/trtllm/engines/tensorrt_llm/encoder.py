@@ -103,7 +103,7 @@ class EncoderThread:
             result = self._encoder.generate_async(self._inputs(image))
         except Exception as error:
             logger.warning("The encoder refused an image: %s: %s", type(error).__name__, error)
-            raise self._dead() or faults.refused_picture(error) from error
+            raise self._dead() or faults.refused_image(error) from error
         try:
             await result.aresult()
             return self._take(image, result)

@@ -13,24 +13,24 @@ at all."""
 
 
 def refused(
-    error: BaseException, request_error: type[BaseException], pictures: int, encoded: bool
+    error: BaseException, request_error: type[BaseException], images: int, encoded: bool
 ) -> WorkerError:
-    """For what was raised while a request was prepared and submitted, with that many `pictures`."""
+    """For what was raised while a request was prepared and submitted, with that many `images`."""
     if _out_of_memory(error):
         return EngineFault("the engine has no memory left for this request")
-    if encoded and pictures > 1 and isinstance(error, NotImplementedError):
+    if encoded and images > 1 and isinstance(error, NotImplementedError):
         return ClientFault(
             "this release takes one encoded image a request for this model: send a single one"
         )
-    if pictures:
+    if images:
         return ClientFault("the engine refused this request's prompt, media or options")
     if isinstance(error, (*REFUSALS, request_error)):
         return ClientFault("the engine refused this request's prompt or options")
     return EngineFault("the engine failed to take this request")
 
 
-def refused_picture(error: BaseException) -> WorkerError:
-    """For what was raised while an encode worker prepared a picture."""
+def refused_image(error: BaseException) -> WorkerError:
+    """For what was raised while an encode worker prepared an image."""
     if _out_of_memory(error):
         return EngineFault("the encoder has no memory left for an image")
     return ClientFault("the model's image processor refused this image: send it in another size")

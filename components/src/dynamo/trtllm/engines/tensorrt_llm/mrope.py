@@ -60,8 +60,8 @@ def grid_of(position_ids: torch.Tensor, tokens: int) -> Grid | None:
     return None
 
 
-def grid_of_picture(width: int, height: int, tokens: int) -> Grid:
-    """The merged grid of a picture that became `tokens` rows.
+def grid_of_image(width: int, height: int, tokens: int) -> Grid:
+    """The merged grid of an image that became `tokens` rows.
 
     Qwen's processors keep the ratio of its sides as far as whole cells allow, so of all grids of
     so many cells it is the one whose ratio is nearest. Source: `smart_resize` of the models'

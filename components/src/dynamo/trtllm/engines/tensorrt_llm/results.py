@@ -154,13 +154,13 @@ def drop_positions(params: Any, submitted: Submitted) -> None:
         handoff.discard(params)
 
 
-def positions_of_pictures(
+def positions_of_images(
     request: EngineRequest, prompt_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """mRoPE positions of an expanded prompt whose pictures the engine encoded itself, from the pictures'
+    """mRoPE positions of an expanded prompt whose images the engine encoded itself, from the images'
     sizes.
 
-    As `mrope.positions`. Raises `EngineFault` when the prompt did not grow as pictures make it grow.
+    As `mrope.positions`. Raises `EngineFault` when the prompt did not grow as images make it grow.
     """
     placed: list[tuple[int, mrope.Grid]] = []
     grown = 0
@@ -172,7 +172,7 @@ def positions_of_pictures(
         image = getattr(media.item, "image", None)
         if image is None or end == start:
             raise EngineFault("the engine did not say where an image's tokens are")
-        placed.append((start, mrope.grid_of_picture(image.width, image.height, end - start)))
+        placed.append((start, mrope.grid_of_image(image.width, image.height, end - start)))
         grown += end - start - media.length
     if len(request.prompt.token_ids) + grown != len(prompt_ids):
         raise EngineFault("the engine did not say where an image's tokens are")

@@ -1,4 +1,4 @@
-"""GIF (89a): the first frame alone, as a picture of its own; where it does not fill the screen, `Scan.place`
+"""GIF (89a): the first frame alone, as an image of its own; where it does not fill the screen, `Scan.place`
 says where it lies.
 """
 

@@ -1,7 +1,7 @@
 """JPEG (ITU T.81): what follows the image's own tables is kept; application segments and comments are left
 behind.
 
-The passes over the picture ("scans") are counted before any is decoded: a progressive file may repeat a pass
+The passes over the image ("scans") are counted before any is decoded: a progressive file may repeat a pass
 in a few bytes for each, and every pass visits every block.
 """
 
@@ -86,7 +86,7 @@ def count_visits(data: bytes) -> int:
     """
     segments = list(_header(data))
     if not segments or segments[-1].marker != _SOS:
-        raise Damaged("no pass over the picture")
+        raise Damaged("no pass over the image")
     return _walk_passes(data, segments[-1], _frame(data, segments))[1]
 
 
@@ -139,7 +139,7 @@ def _frame(data: bytes, segments: list[_Segment]) -> _Frame:
 
 def _essentials(data: bytes, segments: list[_Segment], frame: _Frame) -> bytes:
     if not segments or segments[-1].marker != _SOS:
-        raise Damaged("no pass over the picture")
+        raise Damaged("no pass over the image")
     pieces = [b"\xff\xd8"]
     for segment in segments[:-1]:
         body = data[segment.start : segment.end]
@@ -153,7 +153,7 @@ def _essentials(data: bytes, segments: list[_Segment], frame: _Frame) -> bytes:
 
 
 def _walk_passes(data: bytes, first: _Segment, frame: _Frame) -> tuple[int, int]:
-    """Where the picture ends, and the samples visited until then. Raises `LimitFault` for more passes than
+    """Where the image ends, and the samples visited until then. Raises `LimitFault` for more passes than
     are allowed.
     """
     steps = Steps()

@@ -1,6 +1,6 @@
 """PNG (W3C PNG, third edition): IHDR, PLTE, tRNS and IDAT make the pixels; everything else is left behind.
 
-The checksums of these four are verified here. An animation (APNG) gives the picture that viewers without
+The checksums of these four are verified here. An animation (APNG) gives the image that viewers without
 animation show.
 """
 

@@ -19,15 +19,15 @@ _SHORT = 3
 
 
 class Damaged(ValueError):
-    """The file does not hold the picture that it claims to hold."""
+    """The file does not hold the image that it claims to hold."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The first picture of a file. Sizes in pixels, of what is stored, before it is turned upright.
+    """The first image of a file. Sizes in pixels, of what is stored, before it is turned upright.
 
     `essentials` gives the file anew, of the pixels alone; it raises `Damaged` and `LimitFault`. `profile`
-    gives the ICC profile. `place` is where the stored picture lies on a white canvas of `width` x `height`,
+    gives the ICC profile. `place` is where the stored image lies on a white canvas of `width` x `height`,
     when it does not fill it.
     """
 

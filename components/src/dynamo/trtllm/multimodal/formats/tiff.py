@@ -2,7 +2,7 @@
 
 Readers load every value that a directory points to, so one with thousands of entries over the same bytes
 would fill the memory. Only the entries that the pixels need are read here, and only strips or tiles that the
-picture has room for.
+image has room for.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Page:
 
 
 def scan(data: bytes) -> Scan:
-    """Raises `Damaged`, and `ClientFault` for pixels of a kind that is not read or strips that the picture
+    """Raises `Damaged`, and `ClientFault` for pixels of a kind that is not read or strips that the image
     has no room for.
     """
     try:
@@ -183,7 +183,7 @@ def _tiles(page: _Page) -> dict[int, tuple[int, ...]]:
         raise Damaged("tiles of no size")
     count = -(-width // across) * -(-height // down)
     if count * across * down > 4 * width * height + _SPARE_PIXELS:
-        raise LimitFault("the tiles of the TIFF are much larger than its picture")
+        raise LimitFault("the tiles of the TIFF are much larger than its image")
     offsets, lengths = page.numbers.get(_TILE_OFFSETS, ()), page.numbers.get(_TILE_BYTES, ())
     return _as_many(count * _planes(page), _TILE_OFFSETS, offsets, _TILE_BYTES, lengths)
 

@@ -1,4 +1,4 @@
-"""Images: pictures of the types that `decode` reads, or embedding files that stand for them."""
+"""Images: files of the types that `decode` reads, or embedding files that stand for them."""
 
 from __future__ import annotations
 

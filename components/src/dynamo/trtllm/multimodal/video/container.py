@@ -15,7 +15,7 @@ ISO_MEDIA = "mov,mp4,m4a,3gp,3g2,mj2"
 MATROSKA = "matroska,webm"
 """Names of FFmpeg's demuxers."""
 ACCEPTED = "MP4, MOV, WebM"
-_PICTURES = frozenset({"JPEG", "PNG", "WebP", "GIF", "AVIF", "HEIC", "BMP", "TIFF", "JPEG XL", "JPEG 2000"})
+_IMAGES = frozenset({"JPEG", "PNG", "WebP", "GIF", "AVIF", "HEIC", "BMP", "TIFF", "JPEG XL", "JPEG 2000"})
 _ISO_FIRST_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot"})
 _EBML = b"\x1aE\xdf\xa3"
 _SEGMENT = b"\x18S\x80g"
@@ -27,8 +27,8 @@ def demuxer_of(data: bytes) -> str:
     if not data:
         raise ClientFault("the video is empty")
     kind = sniff(data)
-    if kind in _PICTURES:
-        raise ClientFault(f"this is a picture ({kind}), not a video; send it as image_url")
+    if kind in _IMAGES:
+        raise ClientFault(f"this is an image ({kind}), not a video; send it as image_url")
     if data.startswith(_EBML):
         return MATROSKA
     if data[4:8] in _ISO_FIRST_BOXES:

@@ -96,7 +96,7 @@ def render_facts(reading: Reading) -> Iterator[str]:
 
 def render_models(reading: Reading) -> Iterator[str]:
     """One line for each registered model."""
-    yield f"{'models with pictures':<46} {'split':<6} {'ids kept':<9} placeholder of an image"
+    yield f"{'models with images':<46} {'split':<6} {'ids kept':<9} placeholder of an image"
     for model in reading.facts.models:
         split, kept = ("yes" if value else "no" for value in (model.splits, model.fast_path))
         yield f"  {model.architecture:<44} {split:<6} {kept:<9} {model.placeholders.get('image', 'none')}"

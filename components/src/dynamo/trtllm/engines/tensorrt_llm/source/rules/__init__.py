@@ -3,11 +3,11 @@ against all of them."""
 
 from __future__ import annotations
 
-from dynamo.trtllm.engines.tensorrt_llm.source.rules import calls, handover, life, pictures
+from dynamo.trtllm.engines.tensorrt_llm.source.rules import calls, handover, images, life
 from dynamo.trtllm.engines.tensorrt_llm.source.rules.rule import Outcome, Rule, Verdict, judge
 from dynamo.trtllm.engines.tensorrt_llm.source.tree import SourceTree
 
-RULES: tuple[Rule, ...] = (*calls.RULES, *handover.RULES, *pictures.RULES, *life.RULES)
+RULES: tuple[Rule, ...] = (*calls.RULES, *handover.RULES, *images.RULES, *life.RULES)
 
 __all__ = ["RULES", "Outcome", "Rule", "Verdict", "judge", "judge_all"]
 

@@ -143,7 +143,7 @@ RULES = (
         relies="LLM.preprocess, where it exists, is a plain function with " + ", ".join(_PREPARED),
         file=LLM_FILE,
         seen="parameters of LLM.preprocess",
-        breaks="every request with a picture ends in a 500; without the method, pictures are processed on "
+        breaks="every request with an image ends in a 500; without the method, images are processed on "
         "the event loop",
         accepted=(COMPLETE, "none"),
         look=_preprocess,

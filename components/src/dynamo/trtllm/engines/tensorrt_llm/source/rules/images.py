@@ -1,4 +1,4 @@
-"""Rules of pictures: input processors, embedding handles, positions, embedding files, the encoder."""
+"""Rules of images: input processors, embedding handles, positions, embedding files, the encoder."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _passes_options(node: ast.AST) -> bool:
 
 
 def _splits(tree: SourceTree) -> str | None:
-    """Recorded models whose pictures can be encoded apart, and whose class does not say so."""
+    """Recorded models whose images can be encoded apart, and whose class does not say so."""
     models = {m.architecture: m for m in read_models(tree)}
     known = [name for name, facts in MODELS.items() if facts.encodes_apart and name in models]
     wrong = [name for name in known if not models[name].splits]
@@ -202,7 +202,7 @@ RULES = (
         file=MODEL_FILES,
         seen="keys that build_disagg_prefill_multimodal_inputs (1.2: get_prompt_token_ids) reads of its "
         "inputs",
-        breaks="every picture from an encode worker is a 400",
+        breaks="every image from an encode worker is a 400",
         accepted=("reads prompt", "reads the ids"),
         look=_beside_handles,
         expected=in_all("reads prompt"),
@@ -213,7 +213,7 @@ RULES = (
         relies="models keep mRoPE position deltas as int32",
         file=MODEL_FILES,
         seen="dtype of the buffer mrope_position_deltas_cache",
-        breaks="disaggregated pictures with Qwen models fail in the forward pass",
+        breaks="disaggregated images with Qwen models fail in the forward pass",
         accepted=("int32", "no cache"),
         look=_deltas,
         expected={"1.3.0rc29": "int32", "1.4.0rc2": "int32"},
@@ -221,11 +221,11 @@ RULES = (
     ),
     Rule(
         name="fast-path-flag",
-        relies=f"{FAST_PATH} is a class flag, if there is one, that says whether token ids beside pictures "
+        relies=f"{FAST_PATH} is a class flag, if there is one, that says whether token ids beside images "
         f"are used as they are",
         file=_REGISTRY,
         seen="the class attribute of BaseMultimodalInputProcessor",
-        breaks="prompts with pictures may be tokenized again, with other ids than the frontend counted",
+        breaks="prompts with images may be tokenized again, with other ids than the frontend counted",
         accepted=("none", "a flag, False by default", "a flag, True by default"),
         look=_fast_path,
         expected=since_13("none", "a flag, False by default"),
@@ -281,7 +281,7 @@ RULES = (
         relies="the recorded models that can be encoded apart are decorated so",
         file=MODEL_FILES,
         seen="the decorator support_multimodal_disaggregated",
-        breaks="an encode worker starts that prefill never calls, or every picture is a 400",
+        breaks="an encode worker starts that prefill never calls, or every image is a 400",
         accepted=("as recorded",),
         look=_splits,
         expected=in_all("as recorded"),
@@ -292,7 +292,7 @@ RULES = (
         relies="the recorded placeholder of an image is part of what the library writes for one",
         file=MODEL_FILES,
         seen="placeholder_map of the registered models",
-        breaks="pictures are not found in the prompt",
+        breaks="images are not found in the prompt",
         accepted=("as recorded",),
         look=_placeholders,
         expected=in_all("as recorded"),
@@ -300,11 +300,11 @@ RULES = (
     ),
     Rule(
         name="encoder-methods",
-        relies="MultimodalEncoder.generate_async is a plain function of one picture's inputs, and the "
+        relies="MultimodalEncoder.generate_async is a plain function of one image's inputs, and the "
         "encoder has shutdown",
         file="llmapi/mm_encoder.py",
         seen="methods of the class MultimodalEncoder and of LLM",
-        breaks="encode workers serve no picture",
+        breaks="encode workers serve no image",
         accepted=(COMPLETE,),
         look=_encoder,
         expected=in_all(COMPLETE),

@@ -1,7 +1,7 @@
-"""Picture files by name: the demo's picture of seed 1 in every form that clients send,
-and files that are no picture.
+"""Image files by name: the demo's image of seed 1 in every form that clients send,
+and files that are no image.
 
-`good` files all show the same picture, so each has to be answered with its caption;
+`good` files all show the same image, so each has to be answered with its caption;
 `bad` ones have to be refused.
 """
 
@@ -161,7 +161,7 @@ def _png_tail() -> bytes:
 @good("png with exif")
 def _png_exif() -> bytes:
     exif = Image.Exif()
-    exif[0x010E] = "a picture"
+    exif[0x010E] = "an image"
     return saved(picture(), "PNG", exif=exif)
 
 
@@ -216,7 +216,7 @@ def _noise() -> bytes:
 
 @bad("text")
 def _text() -> bytes:
-    return b"this is no picture, and says so"
+    return b"this is no image, and says so"
 
 
 @bad("html page")

@@ -1,5 +1,5 @@
-"""Picture files as other writers than Pillow make them, byte by byte: valid ones that few readers are tried
-with, and ones whose coding is refused in words. Importing this adds them to `GOOD` and `BAD` of `pictures`.
+"""Image files as other writers than Pillow make them, byte by byte: valid ones that few readers are tried
+with, and ones whose coding is refused in words. Importing this adds them to `GOOD` and `BAD` of `images`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageCms
 
-from cases.pictures import BAD, chunk, good, picture, png, saved
+from cases.images import BAD, chunk, good, picture, png, saved
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
@@ -24,7 +24,7 @@ def pixels(image: Image.Image) -> list[tuple[int, int, int]]:
 
 
 def of_palette(colors: int = 16) -> tuple[Image.Image, list[tuple[int, int, int]]]:
-    """The picture in a few colours (it has few anyhow), and these."""
+    """The image in a few colours (it has few anyhow), and these."""
     image = picture().quantize(colors, dither=Image.Dither.NONE)
     flat = (image.getpalette() or [])[: 3 * colors]
     flat += [0] * (3 * colors - len(flat))
@@ -143,7 +143,7 @@ def _png_key() -> bytes:
     return png_of(_rgb_rows(picture()), picture().size, 8, 2, chunk(b"tRNS", struct.pack(">3H", 1, 2, 3)))
 
 
-@good("apng whose default picture is no frame")
+@good("apng whose default image is no frame")
 def _apng_still() -> bytes:
     """Viewers without animation show IDAT; the frames that follow are blank."""
     data = png()
@@ -209,7 +209,7 @@ def _jpeg_rgb() -> bytes:
     return jpeg(keep_rgb=True)
 
 
-@good("jpeg followed by a second picture")
+@good("jpeg followed by a second image")
 def _jpeg_second() -> bytes:
     return jpeg() + saved(Image.new("RGB", (64, 64), "black"), "JPEG")
 
@@ -236,7 +236,7 @@ def _jpeg_profile() -> bytes:
     return data[:20] + parts + data[20:]
 
 
-@good("multi picture object")
+@good("multi image object")
 def _mpo() -> bytes:
     return saved(
         picture(), "MPO", quality=95, save_all=True, append_images=[Image.new("RGB", (64, 64), "white")]

@@ -1,5 +1,5 @@
 """An aggregated worker with the portable engine and the demo model behind the real frontend,
-asked about pictures."""
+asked about images."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from PIL import Image, ImageCms
 
 from dynamo.trtllm.demo.pictures import draw
 from processes.cluster import Answer, Cluster, Managed
-from processes.media import PictureServer, picture_server, png
+from processes.media import ImageServer, image_server, png
 
 QUESTION = "Describe the image"
 CONTEXT_LENGTH = 2048
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[PictureServer]:
-    with picture_server() as server:
+def server() -> Iterator[ImageServer]:
+    with image_server() as server:
         server.pages["/page"] = b"<!doctype html><html><body>no picture</body></html>"
         server.pages["/cut.png"] = png(draw(3))[:-200]
         server.pages["/noise.png"] = bytes(range(20))
@@ -65,9 +65,9 @@ def ask(cluster: Cluster, *urls: str, question: str = QUESTION, **options: Any) 
 
 
 def test_the_guides_request_is_answered_with_the_caption_and_counts_image_tokens(
-    cluster: Cluster, worker: Managed, server: PictureServer
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    answer = ask(cluster, server.picture_url(1), stream=False)
+    answer = ask(cluster, server.image_url(1), stream=False)
     assert (answer.status, answer.text, answer.finish_reason) == (200, draw(1).caption, "stop")
     words = cluster.chat([{"type": "text", "text": QUESTION}], max_tokens=2)
     width, height = draw(1).image.size
@@ -75,35 +75,35 @@ def test_the_guides_request_is_answered_with_the_caption_and_counts_image_tokens
 
 
 def test_the_streamed_answer_is_the_same_and_ends_with_usage(
-    cluster: Cluster, worker: Managed, server: PictureServer
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    unary = ask(cluster, server.picture_url(2))
-    streamed = ask(cluster, server.picture_url(2), stream=True, stream_options={"include_usage": True})
+    unary = ask(cluster, server.image_url(2))
+    streamed = ask(cluster, server.image_url(2), stream=True, stream_options={"include_usage": True})
     assert streamed.text == unary.text == draw(2).caption
     assert streamed.usage["prompt_tokens"] == unary.usage["prompt_tokens"]
     assert streamed.usage["completion_tokens"] == unary.usage["completion_tokens"]
 
 
-def test_thirty_two_pictures_at_once_are_each_answered_with_their_own_caption(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_thirty_two_images_at_once_are_each_answered_with_their_own_caption(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     seeds = range(100, 132)
     with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda seed: ask(cluster, server.picture_url(seed)), seeds))
+        answers = list(pool.map(lambda seed: ask(cluster, server.image_url(seed)), seeds))
     assert [a.status for a in answers] == [200] * 32
-    alone = [ask(cluster, server.picture_url(seed)).text for seed in seeds]
+    alone = [ask(cluster, server.image_url(seed)).text for seed in seeds]
     assert [a.text for a in answers] == alone
     assert sum(a.text == draw(seed).caption for a, seed in zip(answers, seeds, strict=True)) >= 31
 
 
-def test_the_same_picture_by_url_data_url_and_file_gets_the_same_answer(
-    cluster: Cluster, worker: Managed, server: PictureServer, directory: Path
+def test_the_same_image_by_url_data_url_and_file_gets_the_same_answer(
+    cluster: Cluster, worker: Managed, server: ImageServer, directory: Path
 ) -> None:
     data = png(draw(5))
     (directory / "five.png").write_bytes(data)
     inline = "data:image/png;base64," + base64.b64encode(data).decode()
     texts = [
-        ask(cluster, url).text for url in (server.picture_url(5), inline, (directory / "five.png").as_uri())
+        ask(cluster, url).text for url in (server.image_url(5), inline, (directory / "five.png").as_uri())
     ]
     assert texts == [draw(5).caption] * 3
 
@@ -129,8 +129,8 @@ def with_a_megabyte_of_text(data: bytes) -> bytes:
     )
 
 
-def test_files_of_other_kinds_get_the_caption_of_their_picture(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_files_of_other_kinds_get_the_caption_of_their_image(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     image = draw(5).image
     mirrored, profile = swapped(image)
@@ -147,14 +147,14 @@ def test_files_of_other_kinds_get_the_caption_of_their_picture(
 
 
 def test_a_jpeg_of_thousands_of_passes_is_refused_while_others_are_answered(
-    cluster: Cluster, worker: Managed, server: PictureServer
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     data = saved(draw(3).image.resize((2000, 2000)), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
     server.pages["/passes.jpg"] = data[:last] + data[last:-2] * 3000 + data[-2:]
     with ThreadPoolExecutor(8) as pool:
         attacks = [pool.submit(ask, cluster, server.url + "/passes.jpg") for _ in range(8)]
-        answers = [ask(cluster, server.picture_url(seed)) for seed in (1, 2)]
+        answers = [ask(cluster, server.image_url(seed)) for seed in (1, 2)]
         refused = [attack.result() for attack in attacks]
     assert [answer.text for answer in answers] == [draw(1).caption, draw(2).caption]
     assert {answer.status for answer in refused} == {400}
@@ -164,21 +164,21 @@ def test_a_jpeg_of_thousands_of_passes_is_refused_while_others_are_answered(
     } == {True}
 
 
-def test_pictures_keep_the_order_in_which_they_were_sent(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_images_keep_the_order_in_which_they_were_sent(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    first, second = server.picture_url(6), server.picture_url(7)
+    first, second = server.image_url(6), server.image_url(7)
     forward = ask(cluster, first, second, question="Describe the pictures in order.")
     backward = ask(cluster, second, first, question="Describe the pictures in order.")
     assert forward.text.index(draw(6).colour) < forward.text.rindex(draw(7).colour)
     assert forward.text != backward.text
 
 
-def test_a_picture_of_an_earlier_turn_is_seen(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_an_image_of_an_earlier_turn_is_seen(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     messages = [
-        {"role": "user", "content": [picture(server.picture_url(8)), {"type": "text", "text": QUESTION}]},
+        {"role": "user", "content": [picture(server.image_url(8)), {"type": "text", "text": QUESTION}]},
         {"role": "assistant", "content": draw(8).caption},
         {"role": "user", "content": "What colour is the background?"},
     ]
@@ -186,10 +186,10 @@ def test_a_picture_of_an_earlier_turn_is_seen(
     assert (answer.status, draw(8).background in answer.text) == (200, True)
 
 
-def test_a_picture_without_words_and_words_without_a_picture_are_answered(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_an_image_without_words_and_words_without_an_image_are_answered(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    assert cluster.chat([picture(server.picture_url(9))], max_tokens=32).status == 200
+    assert cluster.chat([picture(server.image_url(9))], max_tokens=32).status == 200
     greeting = cluster.chat("hello", max_tokens=64)
     assert greeting.status == 200
     assert greeting.text.endswith((".", "!", "?"))
@@ -205,8 +205,8 @@ def test_a_picture_without_words_and_words_without_a_picture_are_answered(
         ("/noise.png", "image 1"),
     ],
 )
-def test_a_bad_picture_is_a_400_in_our_words(
-    cluster: Cluster, worker: Managed, server: PictureServer, path: str, words: str, stream: bool
+def test_a_bad_image_is_a_400_in_our_words(
+    cluster: Cluster, worker: Managed, server: ImageServer, path: str, words: str, stream: bool
 ) -> None:
     answer = ask(cluster, server.url + path, stream=stream)
     assert answer.status == 400
@@ -214,21 +214,21 @@ def test_a_bad_picture_is_a_400_in_our_words(
     assert "image 1: " in answer.message
     for secret in ("127.0.0.1", "/tmp", "0x", "PIL", "Traceback", "aiohttp"):
         assert secret not in answer.message
-    assert ask(cluster, server.picture_url(1)).status == 200
+    assert ask(cluster, server.image_url(1)).status == 200
 
 
-def test_the_second_picture_is_named_when_it_is_the_bad_one_and_nothing_is_answered_without_it(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_the_second_image_is_named_when_it_is_the_bad_one_and_nothing_is_answered_without_it(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    answer = ask(cluster, server.picture_url(1), server.url + "/missing.png")
+    answer = ask(cluster, server.image_url(1), server.url + "/missing.png")
     assert (answer.status, "image 2: " in answer.message) == (400, True)
 
 
-def test_more_pictures_than_the_limit_are_refused_before_any_is_fetched(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_more_images_than_the_limit_are_refused_before_any_is_fetched(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     server.hits.clear()
-    answer = ask(cluster, *(server.picture_url(200 + i) for i in range(5)))
+    answer = ask(cluster, *(server.image_url(200 + i) for i in range(5)))
     assert answer.status == 400
     assert "5 images" in answer.message
     assert "at most 4" in answer.message
@@ -236,8 +236,8 @@ def test_more_pictures_than_the_limit_are_refused_before_any_is_fetched(
     assert not {f"/picture/{200 + i}.png" for i in range(5)} & set(server.hits)
 
 
-def test_a_prompt_too_long_with_its_pictures_is_refused_with_both_counts_before_anything_is_encoded(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_a_prompt_too_long_with_its_images_is_refused_with_both_counts_before_anything_is_encoded(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     def text_tokens(words: int) -> int:
         return int(cluster.chat("hello " * words, max_tokens=1).usage["prompt_tokens"])
@@ -245,7 +245,7 @@ def test_a_prompt_too_long_with_its_pictures_is_refused_with_both_counts_before_
     few, many = text_tokens(10), text_tokens(110)
     words = (CONTEXT_LENGTH - 20 - few) * 100 // (many - few)
     before = worker.metrics()["dynamo_trtllm_engine_encoded_images_total"]
-    answer = ask(cluster, *(server.picture_url(300 + i) for i in range(4)), question="hello " * words)
+    answer = ask(cluster, *(server.image_url(300 + i) for i in range(4)), question="hello " * words)
     assert answer.status == 400
     assert f"the context length is {CONTEXT_LENGTH}" in answer.message
     assert re.search(r"the prompt has 2\d\d\d tokens", answer.message)
@@ -266,9 +266,9 @@ def test_audio_is_refused_in_words(
 
 
 def test_only_the_allowed_hosts_are_fetched_from(
-    cluster: Cluster, worker: Managed, server: PictureServer
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    answer = ask(cluster, server.picture_url(1).replace("127.0.0.1", "localhost"))
+    answer = ask(cluster, server.image_url(1).replace("127.0.0.1", "localhost"))
     assert (answer.status, answer.message) == (
         400,
         "image 1: its url is on a host that this worker does not fetch from",
@@ -276,10 +276,10 @@ def test_only_the_allowed_hosts_are_fetched_from(
 
 
 def test_detail_changes_nothing_and_options_of_the_processor_do(
-    cluster: Cluster, worker: Managed, server: PictureServer
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     def asked(detail: str | None, **options: Any) -> Answer:
-        part = {"type": "image_url", "image_url": {"url": server.picture_url(1), "detail": detail}}
+        part = {"type": "image_url", "image_url": {"url": server.image_url(1), "detail": detail}}
         return cluster.chat([{"type": "text", "text": QUESTION}, part], max_tokens=20, **options)
 
     plain = asked(None)
@@ -298,11 +298,11 @@ def test_detail_changes_nothing_and_options_of_the_processor_do(
     )
 
 
-def test_sound_beside_a_picture_is_refused_by_name_and_place(
-    cluster: Cluster, worker: Managed, server: PictureServer
+def test_sound_beside_an_image_is_refused_by_name_and_place(
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
-    content = [{"type": "text", "text": QUESTION}, picture(server.picture_url(1)), sound]
+    content = [{"type": "text", "text": QUESTION}, picture(server.image_url(1)), sound]
     answer = cluster.chat(content, max_tokens=4)
     words = "audio 1: the model demo takes no audio on this worker; it takes images and videos only"
     assert (answer.status, answer.message) == (400, words)
@@ -315,9 +315,9 @@ def test_sound_beside_a_picture_is_refused_by_name_and_place(
 
 
 def test_a_literal_placeholder_in_the_text_is_refused(
-    cluster: Cluster, worker: Managed, server: PictureServer
+    cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    answer = ask(cluster, server.picture_url(1), question="what is <|image_pad|> here?")
+    answer = ask(cluster, server.image_url(1), question="what is <|image_pad|> here?")
     assert (answer.status, "placeholder" in answer.message) == (400, True)
     assert cluster.chat("what is <|image_pad|>?", max_tokens=4).status == 400
 
@@ -332,14 +332,14 @@ def test_a_file_outside_the_allowed_directory_is_refused_as_if_it_were_missing(
     assert "allowed directory" in messages.pop()
 
 
-def test_private_addresses_are_refused_unless_the_operator_allows_them(server: PictureServer) -> None:
+def test_private_addresses_are_refused_unless_the_operator_allows_them(server: ImageServer) -> None:
     with Cluster() as cluster:
         # so that our worker's own policy is what answers
         cluster.frontend(env={"DYN_MM_ALLOW_INTERNAL": "1"})
         cluster.worker("--engine", "transformers", "--modality", "multimodal")
         cluster.wait_listed()
         server.hits.clear()
-        answer = ask(cluster, server.picture_url(1))
+        answer = ask(cluster, server.image_url(1))
         assert answer.status == 400
         assert "127.0.0.1" not in answer.message
         assert not server.hits
