@@ -155,6 +155,19 @@ def test_samples_that_are_no_numbers_are_refused() -> None:
     assert refusal(wav(wave, bits=32, floating=True)) == "the sound holds samples that are no numbers"
 
 
+@pytest.mark.parametrize("loudest", [1e10, 3e38])
+def test_samples_whose_spectrum_no_model_can_be_given_are_refused(loudest: float) -> None:
+    wave = tone(0.2)
+    wave[100] = loudest
+    words = "the sound holds samples far beyond full scale, which is 1"
+    assert refusal(wav(wave, bits=32, floating=True)) == words
+
+
+def test_a_file_of_floats_on_the_scale_of_whole_numbers_is_read() -> None:
+    found = read(wav(tone(0.2) * 2**31, bits=32, floating=True))
+    assert level_of(found) == pytest.approx(2**30, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("made", "rate"),
     [

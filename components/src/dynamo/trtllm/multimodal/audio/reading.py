@@ -21,6 +21,8 @@ from dynamo.trtllm.multimodal.av_files import damage_named, opened
 
 BROKEN = "the sound is damaged or incomplete"
 _LENGTH_TOLERANCE_S = 0.05
+_LOUDEST = float(1 << 31)
+"""Some writers put whole numbers of 32 bits into a file of floats; a spectrum of much more is infinite."""
 _MIN_RATE = 1000
 _MAX_RATE = 768_000
 
@@ -48,6 +50,8 @@ def read_audio(data: bytes, rate: int, limits: AudioLimits) -> DecodedAudio:
         raise ClientFault("the file holds no sound")
     if not np.isfinite(samples).all():
         raise ClientFault("the sound holds samples that are no numbers")
+    if float(np.abs(samples).max()) > _LOUDEST:
+        raise ClientFault("the sound holds samples far beyond full scale, which is 1")
     promised = promised_s(data, kind, declared_s)
     if promised and len(samples) / rate < promised - _LENGTH_TOLERANCE_S:
         raise ClientFault(
