@@ -16,6 +16,7 @@ from PIL import Image
 from dynamo.trtllm.core import DecodedImage, MediaShape, PlacedMedia
 from dynamo.trtllm.engines.port import EngineInfo, EngineRequest
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
+from dynamo.trtllm.multimodal_processor import expand
 from engines.contract import Output, generate, request, split
 from engines.families import (
     MULTIMODAL,
@@ -185,6 +186,35 @@ async def test_images_of_earlier_turns_are_seen_where_they_stand(subject: Subjec
         subject.engine, request(ids, media=media, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     )
     assert output.token_ids == subject.expected(ids, [first, second])
+
+
+CONVERSATIONS: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
+    ("w20 w21 {image} w22", ((84, 56),)),
+    ("{image}", ((56, 56),)),
+    ("{image} w30 w31", ((56, 140),)),
+    ("w32 {image} w33 {image} w34", ((70, 90), (112, 84))),
+    ("{image} {image} w40", ((56, 56), (84, 56))),
+    ("w41 w42 {image} w43 w44 w45 {image} w46 {image}", ((56, 84), (140, 56), (56, 56))),
+    ("w50 w51 w52 w53 w54 w55 w56 w57 {image}", ((112, 112),)),
+    ("{image} w60 {image} w61 {image} w62 {image}", ((56, 56), (84, 84), (56, 112), (90, 70))),
+)
+MARKS = {"gemma3": "<|vision_start|>", "mistral3": "<|image_pad|>", "llava": "<|image_pad|>"}
+"""What the chat template writes for an image, where that is not Qwen's."""
+
+
+@pytest.mark.asyncio
+async def test_prompts_of_eight_conversations_are_those_of_the_processor(subject: Subject) -> None:
+    if not subject.takes_images:
+        assert subject.info.placeholder_id("image") is None
+        return
+    mark = MARKS.get(subject.family.removesuffix("_next"), "<|vision_start|><|image_pad|><|vision_end|>")
+    placeholders = {"image": subject.info.media["image"].placeholder_id}
+    for at, (turn, sizes) in enumerate(CONVERSATIONS):
+        text, images = turn.format(image=mark), [noise_image(at, *size) for size in sizes]
+        theirs = subject.processor(text=[text], images=[images], return_tensors="pt")["input_ids"][0].tolist()
+        ids = subject.processor.tokenizer.encode(text, add_special_tokens=False)
+        items = await subject.engine.encode([DecodedImage(str(n), each) for n, each in enumerate(images)])
+        assert list(expand(ids, placeholders, items).token_ids) == theirs, turn
 
 
 @pytest.mark.asyncio
