@@ -29,13 +29,15 @@ def opened(data: bytes, demuxer: str, codecs: frozenset[str]) -> Iterator[Any]:
         "codec_whitelist": ",".join(sorted(codecs)),
         "protocol_whitelist": "none",
     }
+    # From PyAV 19 on names that are not UTF-8 raise nothing by themselves, and the argument is gone.
+    lenient: Any = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
     with av.open(
         io.BytesIO(data),
         "r",
         format=demuxer.partition(",")[0],
         options=only_these,
-        metadata_errors="replace",
         buffer_size=_BUFFER_BYTES,
+        **lenient,
     ) as container:
         yield container
 
