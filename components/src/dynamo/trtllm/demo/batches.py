@@ -218,22 +218,25 @@ class Encoder:
         ids = np.array(self._tokenizer.encode(render(dialogue)).ids, np.int64)
         counts = np.ones(len(ids), np.int64)
         counts[np.isin(ids, self._media)] = [math.prod(grid) // MERGE**2 for grid in grids]
-        labels = np.repeat(self._labels(ids), counts)
+        labels = np.repeat(answer_labels(ids, self._answer_start, self._end), counts)
         ids = np.repeat(ids, counts)
         positions = rope_positions(ids, grids, self._media)
         return Example(
             ids, labels, positions, [first for first, _, _ in cut], [second for _, second, _ in cut], grids
         )
 
-    def _labels(self, ids: Ids) -> Ids:
-        labels = np.full(len(ids), IGNORED, np.int64)
-        ends = np.flatnonzero(ids == self._end)
-        head = len(self._answer_start)
-        for start in np.flatnonzero(ids == self._answer_start[0]):
-            if ids[start : start + head].tolist() == self._answer_start:
-                end = ends[np.searchsorted(ends, start)] + 1
-                labels[start + head : end] = ids[start + head : end]
-        return labels
+
+def answer_labels(ids: Ids, answer_start: Sequence[int], end: int) -> Ids:
+    """int64 [S]: the ids of every answer and of the end of its turn, `IGNORED` elsewhere; `answer_start`
+    stands before each answer."""
+    labels = np.full(len(ids), IGNORED, np.int64)
+    ends = np.flatnonzero(ids == end)
+    head = len(answer_start)
+    for start in np.flatnonzero(ids == answer_start[0]):
+        if ids[start : start + head].tolist() == answer_start:
+            last = ends[np.searchsorted(ends, start)] + 1
+            labels[start + head : last] = ids[start + head : last]
+    return labels
 
 
 def _patches(medium: Medium) -> tuple[Levels, Levels | None, Grid]:

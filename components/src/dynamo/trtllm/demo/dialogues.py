@@ -17,22 +17,32 @@ drawn from a `random.Random` that the caller hands in. The answers, in full:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeAlias
 
 from .clips import DIRECTIONS, Clip
+from .phrasing import (
+    ASK_IDENTITY,
+    GREET,
+    NUMBERS,
+    ORDINALS,
+    THANK,
+    THANKS,
+    Turn,
+    arrange,
+    exchange,
+    expand,
+    said,
+    vary,
+    wild_text,
+)
 from .pictures import COLOURS, SHAPES, Picture, describe, with_article
 
 GREETING = "hello. send me a picture with one shape and i will describe it."
 IDENTITY = "i am a very small demo model. i describe pictures with one shape."
 NO_PICTURE = "i see no picture. send me a picture with one shape and i will describe it."
-THANKS = "you are welcome."
-
-ORDINALS = ("first", "second", "third", "fourth", "fifth")
-NUMBERS = ("no", "one", "two", "three", "four", "five")
 
 _IMAGE = "[image|picture|photo|drawing]"
 _IMAGES = "[images|pictures|photos|drawings]"
@@ -203,75 +213,15 @@ _LABELS = (
     " ",
     "{word} ",
 )
-_GREET = (
-    "[Hello|Hi|Hey|Hello there|Hi there|Hallo][.|!||,][| how are you?| model!| friend.]",
-    "[Good morning|Good evening|Good day|Greetings][.|!||,][| how are you?| model!| friend.]",
-    "[How are you|How do you do|What's up|How is it going|Are you there][?| today?]",
-    "[Say|Please say] hello[.|!||, please.]",
-    "[Hello|Hi], [who is there?|can you hear me?|nice to meet you.|anybody home?]",
-    "[test|ping|testing]",
-)
-_ASK_IDENTITY = (
-    "[Who|What] are you?",
-    "What is your name?",
-    "[What|Which] model [are you|is this]?",
-    "What can you do[?| for me?]",
-    "[Can you help me|Help]?",
-    "[Tell me about|Introduce] yourself.",
-)
-_THANK = (
-    "[Thanks|Thank you|Thank you very much|Great, thanks|Ok, thank you|Many thanks][.|!|]",
-    "[Goodbye|Bye|See you|Good night][.|!|]",
-)
-_LEAD_INS = ("", "", "", "", "Hello. ", "Hi! ", "Please: ", "Question: ", "Now, ", "Ok. ", "Look. ")
-_ADDITIONS = (
-    *("",) * 8,
-    " Answer in one word.",
-    " Be brief.",
-    " Please.",
-    " Thanks.",
-    " Answer in one short sentence.",
-    " Thank you!",
-)
 _SYSTEM = (
     "You are a helpful assistant.",
     "You are a helpful assistant that describes pictures.",
     "Answer [briefly|shortly|in one sentence|politely|with care].",
     "You are a [small|friendly|careful|precise] [model|assistant|bot|painter].",
 )
-_COMMON = (
-    "a about after again all also always an and any are as ask at away back be because been before best "
-    "better big book bring but by call came can car city cold come could country day did dinner do dog door "
-    "down each eat end even every eyes far fast father few find first fish five food for found friend from "
-    "game garden gave get give glass go good got great green had hand happy hard has have he head hear help "
-    "her here high him his home hot house how i if in into is it its joke just keep kind know large last "
-    "late left less let letter light like line list little long look made make man many may me mean men "
-    "mind money month moon more most mother mountain move much music must my name near need never new next "
-    "night no not nothing now number of off often old on once one only open or other our out over own page "
-    "paper part people place play please poem point president put question quick rain read red right river "
-    "road room round run said same saw say school sea second see seen send shall she ship short show side "
-    "sing sister sky sleep slow small so some song soon star start stop story street such sun table take "
-    "talk tell ten than that the their them then there these they thing think this three time to today "
-    "together too town train tree try two under until up us use very walk wall want war was water way we "
-    "weather week well went were what when where which white who why will wind window winter with word work "
-    "world would write year yes you young your paris python code sum translate"
-)
-_WORDS = _COMMON.split()
-
 
 Medium: TypeAlias = "Picture | Clip"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message: `role` is `system`, `user` or `assistant`; `content` holds texts, pictures and clips in
-    order."""
-
-    role: str
-    content: tuple[str | Medium, ...]
-
-
-Dialogue = list[Turn]
+Dialogue: TypeAlias = "list[Turn[Medium]]"
 NextPicture = Callable[[], Picture]
 NextClip = Callable[[], Clip]
 
@@ -317,58 +267,9 @@ def draw_dialogue(
     return turns
 
 
-def to_messages(dialogue: Sequence[Turn]) -> list[dict[str, Any]]:
+def to_messages(dialogue: Sequence[Turn[Medium]]) -> list[dict[str, Any]]:
     """The dialogue as chat messages in the form that `AutoProcessor.apply_chat_template` takes."""
     return [{"role": turn.role, "content": [_part(item) for item in turn.content]} for turn in dialogue]
-
-
-def expand(template: str, rng: Random) -> str:
-    """Replaces every `[a|b|c]` in `template` (innermost first) by one of its alternatives."""
-    while "[" in template:
-        template = re.sub(r"\[([^\[\]]*)\]", lambda choice: rng.choice(choice[1].split("|")), template)
-    return template
-
-
-def vary(text: str, rng: Random) -> str:
-    """`text` as careless people write it: other capitals, other or no final punctuation, a typing mistake,
-    stray blanks."""
-    style = rng.random()
-    if style < 0.3:
-        text = text.lower()
-    elif style < 0.38:
-        text = text.upper()
-    elif style < 0.42:
-        text = text.title()
-    if rng.random() < 0.2:
-        text = text.rstrip(".?!") + rng.choice(("", "", ".", "?", "!", "??", "..."))
-    if len(text) > 8 and rng.random() < 0.06:
-        place = rng.randrange(len(text) - 1)
-        text = text[:place] + rng.choice((text[place + 1], "", text[place] * 2)) + text[place + 1 :]
-    if rng.random() < 0.1:
-        text = rng.choice((f" {text}", f"{text} ", f"{text}\n", f"\n{text}", f"{text}\n\n"))
-    return text
-
-
-def wild_text(rng: Random) -> str:
-    """Text about nothing that the model knows: common words, sometimes letters, digits or other alphabets at
-    random."""
-    count = rng.choice((1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 8, 8, 12, 12, 20, 20, 40, 40, 120))
-    if rng.random() < 0.75:
-        words = [rng.choice(_WORDS) for _ in range(count)]
-        return vary(" ".join(words).capitalize() + rng.choice((".", "?", "!", "")), rng)
-    alphabet = rng.choice(
-        (
-            "abcdefghijklmnopqrstuvwxyz",
-            "0123456789+-*/=",
-            "äöüéèñçß",
-            "абвгдежзик",
-            "图片红色圆形你好",
-            "{}[]<>:;,_#@",
-        )
-    )
-    return " ".join(
-        "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 8))) for _ in range(min(count, 12))
-    )
 
 
 def question(rng: Random, picture: Picture) -> tuple[str, str]:
@@ -460,16 +361,8 @@ def _request_for_description(rng: Random, mix: Mix) -> str:
     if kind < mix.wild_text + 0.04:
         return ""
     if kind < mix.wild_text + 0.08:
-        return vary(expand(rng.choice(_GREET), rng), rng)
-    return _said(rng, expand(rng.choice(_DESCRIBE), rng))
-
-
-def _said(rng: Random, text: str) -> str:
-    if rng.random() < 0.02:
-        text = rng.choice(
-            (f"{wild_text(rng)} {text}", f"{wild_text(rng)}\n\n{text}", f"{text} {wild_text(rng)}")
-        )
-    return vary(rng.choice(_LEAD_INS) + text + rng.choice(_ADDITIONS), rng)
+        return vary(expand(rng.choice(GREET), rng), rng)
+    return said(rng, expand(rng.choice(_DESCRIBE), rng))
 
 
 def _turns_about_one(rng: Random, picture: Picture, mix: Mix) -> Dialogue:
@@ -477,8 +370,8 @@ def _turns_about_one(rng: Random, picture: Picture, mix: Mix) -> Dialogue:
         text, answer = _request_for_description(rng, mix), picture.caption
     else:
         text, answer = question(rng, picture)
-        text = _said(rng, text)
-    return [Turn("user", _arrange(rng, text, [picture])), Turn("assistant", (answer,))]
+        text = said(rng, text)
+    return [Turn("user", arrange(rng, text, [picture], _LABELS)), Turn("assistant", (answer,))]
 
 
 def _turns_about_clips(rng: Random, next_picture: NextPicture, next_clip: NextClip, mix: Mix) -> Dialogue:
@@ -490,14 +383,15 @@ def _turns_about_clips(rng: Random, next_picture: NextPicture, next_clip: NextCl
         for _ in range(rng.choice((1, 1, 2))):
             media.append(next_clip() if rng.random() < 0.4 else next_picture())
         rng.shuffle(media)
-        return _exchange(
-            _arrange(rng, _said(rng, expand(rng.choice(_DESCRIBE_MEDIA), rng)), media), describe(media)
+        return exchange(
+            arrange(rng, said(rng, expand(rng.choice(_DESCRIBE_MEDIA), rng)), media, _LABELS),
+            describe(media),
         )
     text, answer = _about_clip(rng, clip, mix)
-    turns = _exchange(_arrange(rng, text, [clip]), answer)
+    turns: Dialogue = exchange(arrange(rng, text, [clip], _LABELS), answer)
     while rng.random() < mix.several_turns:
         text, answer = clip_question(rng, clip)
-        turns += _exchange((vary(text, rng),), answer)
+        turns += exchange((vary(text, rng),), answer)
     return turns
 
 
@@ -506,14 +400,10 @@ def _about_clip(rng: Random, clip: Clip, mix: Mix) -> tuple[str, str]:
     kind = rng.random()
     if kind < 0.35:
         text, answer = clip_question(rng, clip)
-        return _said(rng, text), answer
+        return said(rng, text), answer
     if kind < 0.5:
         return _request_for_description(rng, mix), clip.caption
-    return _said(rng, expand(rng.choice(_DESCRIBE_CLIP), rng)), clip.caption
-
-
-def _exchange(content: tuple[str | Medium, ...], answer: str) -> Dialogue:
-    return [Turn("user", content), Turn("assistant", (answer,))]
+    return said(rng, expand(rng.choice(_DESCRIBE_CLIP), rng)), clip.caption
 
 
 def _turns_about_several(rng: Random, pictures: list[Picture], mix: Mix) -> Dialogue:
@@ -522,10 +412,10 @@ def _turns_about_several(rng: Random, pictures: list[Picture], mix: Mix) -> Dial
         text, answer = _request_for_description(rng, mix), describe(pictures)
     elif kind < 0.95:
         text, answer = _place_question(rng, pictures)
-        text = _said(rng, text)
+        text = said(rng, text)
     else:
         text, answer = vary(expand(rng.choice(_ASK_NUMBER), rng), rng), number_answer(len(pictures))
-    return [Turn("user", _arrange(rng, text, pictures)), Turn("assistant", (answer,))]
+    return [Turn("user", arrange(rng, text, pictures, _LABELS)), Turn("assistant", (answer,))]
 
 
 def _follow_up(
@@ -538,7 +428,7 @@ def _follow_up(
         picture = next_picture()
         return [picture], _turns_about_one(rng, picture, mix)
     if kind < 0.35:
-        text, answer = expand(rng.choice(_THANK), rng), THANKS
+        text, answer = expand(rng.choice(THANK), rng), THANKS
     elif kind < 0.5:
         text, answer = expand(rng.choice(_DESCRIBE), rng), describe(pictures)
     elif len(pictures) == 1:
@@ -559,43 +449,15 @@ def _text_turns(rng: Random) -> Dialogue:
 def _text_exchange(rng: Random) -> tuple[str, str]:
     kind = rng.random()
     if kind < 0.35:
-        return vary(expand(rng.choice(_GREET), rng), rng), GREETING
+        return vary(expand(rng.choice(GREET), rng), rng), GREETING
     if kind < 0.5:
-        return vary(expand(rng.choice(_ASK_IDENTITY), rng), rng), IDENTITY
+        return vary(expand(rng.choice(ASK_IDENTITY), rng), rng), IDENTITY
     if kind < 0.6:
-        return vary(expand(rng.choice(_THANK), rng), rng), THANKS
+        return vary(expand(rng.choice(THANK), rng), rng), THANKS
     if kind < 0.8:
         return wild_text(rng), NO_PICTURE
     asked = rng.choice((_DESCRIBE, _ASK_COLOUR, _ASK_SHAPE, _ASK_BACKGROUND, _DESCRIBE_CLIP))
-    return _said(rng, expand(rng.choice(asked), rng)), NO_PICTURE
-
-
-def _arrange(rng: Random, text: str, pictures: Sequence[Medium]) -> tuple[str | Medium, ...]:
-    """`text` before or after the pictures, or the pictures with a text before or after each; empty texts are
-    left out."""
-    style = rng.random()
-    if style < 0.4:
-        items: list[str | Medium] = [*pictures, text]
-    elif style < 0.65:
-        items = [text, *pictures]
-    else:
-        template, after = rng.choice(_LABELS), rng.random() < 0.15
-        capital = rng.random() < 0.5
-        items = []
-        for place, picture in enumerate(pictures):
-            label = _label(rng, template, place)
-            label = label.capitalize() if capital else label
-            items += [picture, label] if after else [label, picture]
-        end = rng.choice(("", "\n", " "))
-        items = [*items, end + text] if rng.random() < 0.5 else [text + end, *items]
-    return tuple(item for item in items if item != "")
-
-
-def _label(rng: Random, template: str, place: int) -> str:
-    """A text that goes with the picture at `place` (from 0)."""
-    return template.format(
-        number=place + 1, ordinal=ORDINALS[place], letter="abcde"[place], word=rng.choice(_WORDS)
-    )
+    return said(rng, expand(rng.choice(asked), rng)), NO_PICTURE
 
 
 def _part(item: str | Medium) -> dict[str, Any]:

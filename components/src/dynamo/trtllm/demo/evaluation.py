@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import torch
 
 from . import dialogues
 from .clips import FRAMES_PER_S, Clip, degrade_clip, draw_clip, write_mp4
-from .dialogues import Dialogue, Medium, Turn
+from .dialogues import Dialogue, Medium
+from .phrasing import ORDINALS, M, Turn
 from .pictures import (
     COLOURS,
     FIRST_TRAINING_SEED,
@@ -64,10 +65,10 @@ _QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Generic[M]):
     """One conversation that ends with a user's turn, and its right answer."""
 
-    dialogue: Dialogue
+    dialogue: list[Turn[M]]
     expected: str
 
 
@@ -89,13 +90,13 @@ def evaluate(
     `seed` chooses the cases."""
     all_cases = cases(n, seed) | clip_cases(n, seed, kinds)
     return {
-        kind: _score(model, processor, chosen)
+        kind: scored(chosen, answer(model, processor, [case.dialogue for case in chosen]))
         for kind, chosen in all_cases.items()
         if kinds is None or kind in kinds
     }
 
 
-def cases(n: int, seed: int) -> dict[str, list[Case]]:
+def cases(n: int, seed: int) -> dict[str, list[Case[Medium]]]:
     """`n` cases a kind, their pictures drawn from held-out seeds.
 
     `captions`: one picture; `several`: two pictures and three pictures in turn; `interleaved`: the same with
@@ -138,7 +139,7 @@ def cases(n: int, seed: int) -> dict[str, list[Case]]:
     }
 
 
-def clip_cases(n: int, seed: int, kinds: Collection[str] | None = None) -> dict[str, list[Case]]:
+def clip_cases(n: int, seed: int, kinds: Collection[str] | None = None) -> dict[str, list[Case[Medium]]]:
     """`n` cases a kind, or of `kinds` only, about clips of three seconds, of which the processor takes six
     frames.
 
@@ -147,7 +148,7 @@ def clip_cases(n: int, seed: int, kinds: Collection[str] | None = None) -> dict[
     if PyAV is there to write it.
     """
     first = Random(seed).randrange(FIRST_TRAINING_SEED - 10 * n)
-    make: dict[str, Callable[[Clip, int], Case]] = {
+    make: dict[str, Callable[[Clip, int], Case[Medium]]] = {
         "clips": lambda clip, i: Case(_ask(_DESCRIBE_CLIP[i % len(_DESCRIBE_CLIP)], clip), clip.caption),
         "motions": lambda clip, i: Case(_ask("Which way does it move?", clip), dialogues.motion_answer(clip)),
         "noisy_clips": lambda clip, i: Case(
@@ -164,7 +165,7 @@ def clip_cases(n: int, seed: int, kinds: Collection[str] | None = None) -> dict[
     }
 
 
-def _mixed(clip: Clip, picture: Picture, place: int) -> Case:
+def _mixed(clip: Clip, picture: Picture, place: int) -> Case[Medium]:
     pair: tuple[Medium, Medium] = (clip, picture) if place % 2 else (picture, clip)
     return Case(_ask("What do you see?", *pair), describe(pair))
 
@@ -229,8 +230,8 @@ def as_json(scores: dict[str, Score]) -> dict[str, Any]:
     return {kind: asdict(score) for kind, score in scores.items()}
 
 
-def _score(model: Any, processor: Any, chosen: Sequence[Case]) -> Score:
-    answers = answer(model, processor, [case.dialogue for case in chosen])
+def scored(chosen: Sequence[Case[M]], answers: list[str]) -> Score:
+    """The score of the answers to `chosen`, in the same order."""
     pairs = [(case.expected, given) for case, given in zip(chosen, answers, strict=True)]
     mistakes = [pair for pair in pairs if pair[0] != pair[1]]
     return Score(len(pairs) - len(mistakes), len(pairs), answers, mistakes)
@@ -241,15 +242,11 @@ def _ask(text: str, *media: Medium) -> Dialogue:
 
 
 def _interleaved(pictures: Sequence[Picture]) -> Dialogue:
-    content = [
-        item
-        for place, p in enumerate(pictures)
-        for item in (f"{dialogues.ORDINALS[place].capitalize()}: ", p)
-    ]
+    content = [item for place, p in enumerate(pictures) for item in (f"{ORDINALS[place].capitalize()}: ", p)]
     return [Turn("user", (*content, "\nDescribe the pictures."))]
 
 
-def _offer(picture: Picture, place: int, rng: Random) -> Case:
+def _offer(picture: Picture, place: int, rng: Random) -> Case[Medium]:
     if place % 2:
         return Case(_ask(f"Is it {rng.choice(sorted(COLOURS))}?", picture), dialogues.colour_answer(picture))
     return Case(_ask(f"Is it {with_article(rng.choice(SHAPES))}?", picture), dialogues.shape_answer(picture))
