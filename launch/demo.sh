@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv, starts the demo model on the portable engine behind Dynamo's frontend, asks one question
-# about a picture or a clip, prints the answer, and ends what it started. Needs python3 and git only; the
+# Sets up .venv, starts a demo model on the portable engine behind Dynamo's frontend, asks one question about
+# a picture, a clip or a sound, prints the answer, and ends what it started. Needs python3 and git only; the
 # first run downloads packages.
 #
 # usage: launch/demo.sh [option...] [-- WORKER-ARG...]
@@ -10,9 +10,11 @@
 #   --image PATH_OR_URL   the picture (default: a drawn one)
 #   --video [PATH_OR_URL] asks about a clip instead (default: a drawn one), and shows its frames as a picture
 #                         beside the answer
-#   --prompt TEXT         the question (default: Describe the image, or the video)
+#   --audio [PATH_OR_URL] asks about a sound instead (default: a synthesised one), which the audio demo model
+#                         hears, and shows its waveform as a picture beside the answer
+#   --prompt TEXT         the question (default: Describe the image, the video or the sound)
 #   --keep                goes on serving, and prints a line for curl
-# The model, its name and the engine are fixed; the port is a free one unless DYN_HTTP_PORT is set;
+# The models, their names and the engine are fixed; the port is a free one unless DYN_HTTP_PORT is set;
 # DYNAMO_PYTHON is used as it is, without a set-up. Workers may fetch from loopback and private addresses here
 # (DYN_MM_ALLOW_INTERNAL=1), because the picture is served from this machine.
 set -euo pipefail
@@ -23,6 +25,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib/setup.sh"
 
 demo_started=$EPOCHREALTIME
 demo_topology=agg
+demo_model=demo
 demo_question=()
 demo_others=()
 while (($#)); do
@@ -35,10 +38,11 @@ while (($#)); do
             fi
             shift
             ;;
-        --video)
+        --video | --audio)
             demo_question+=("$1")
+            [[ $1 == --video ]] || demo_model=demo-audio
             if (($# > 1)) && [[ $2 != -* ]]; then
-                [[ -f $2 || $2 =~ ^(https?|data): ]] || launch_fail "--video: there is no file $2"
+                [[ -f $2 || $2 =~ ^(https?|data): ]] || launch_fail "$1: there is no file $2"
                 demo_question+=("$2") && shift
             fi
             ;;
@@ -53,7 +57,7 @@ launch_options "${demo_others[@]}"
     launch_fail "there is no topology $demo_topology: choose agg, disagg, disagg_e_pd or epd_disagg"
 
 unset AGG_ENGINE_ARGS PREFILL_ENGINE_ARGS DECODE_ENGINE_ARGS ENCODE_ENGINE_ARGS ENCODE_ENDPOINT
-MODEL_PATH=demo SERVED_MODEL_NAME=demo MODALITY=multimodal ENGINE=transformers
+MODEL_PATH=$demo_model SERVED_MODEL_NAME=$demo_model MODALITY=multimodal ENGINE=transformers
 DYN_HTTP_PORT=${DYN_HTTP_PORT:-0} DYN_HTTP_HOST=127.0.0.1
 launch_environment+=(DYN_MM_ALLOW_INTERNAL=1)
 launch_environment+=(DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="${DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS:-0}")
@@ -66,5 +70,5 @@ if ! $launch_dry_run; then
     launch_supervision+=(--log "$(mktemp "${TMPDIR:-/tmp}/dynamo-trtllm-demo-XXXXXX.log")")
 fi
 launch_then "$launch_python" -m dynamo.trtllm.demo.ask \
-    --url "http://127.0.0.1:$launch_port" --model demo "${demo_question[@]}"
+    --url "http://127.0.0.1:$launch_port" --model "$demo_model" "${demo_question[@]}"
 launch_run

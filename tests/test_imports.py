@@ -47,9 +47,14 @@ NEED_TORCH = {
         f"{NAME}.engines.transformers.{name}"
         for name in ("rows", "static_cache", "device_sampling", "interleave")
     ),
-    *(f"{NAME}.demo.{name}" for name in ("batches", "evaluation", "forward", "train")),
+    *(f"{NAME}.demo.{name}" for name in ("batches", "evaluation", "forward", "recipes", "train")),
+    *(f"{NAME}.demo.audio.{name}" for name in ("batches", "evaluation")),
     *(f"{NAME}.transfer.{name}" for name in ("board", "layout", "reader", "sender")),
 }
+DEMO_WITH_TRANSFORMERS = (
+    *("demo/recipes.py", "demo/evaluation.py"),
+    *("demo/audio/batches.py", "demo/audio/evaluation.py"),
+)
 PROGRAM = """
 import importlib, sys
 blocked, modules = sys.argv[1].split(","), sys.argv[2].split(",")
@@ -129,7 +134,7 @@ def importers(library: str, *, when_imported: bool | None = None) -> set[str]:
     ("library", "allowed"),
     [
         ("tensorrt_llm", ("engines/tensorrt_llm/",)),
-        ("transformers", ("engines/transformers/", "demo/train.py", "demo/evaluation.py")),
+        ("transformers", ("engines/transformers/", *DEMO_WITH_TRANSFORMERS)),
         ("nixl", ("transfer/",)),
     ],
 )

@@ -31,7 +31,7 @@ Options
   -- ARG...  further arguments for every worker (python -m dynamo.trtllm --help lists them)
 
 Environment of all scripts
-  MODEL_PATH                a directory, a Hugging Face name, or the word demo
+  MODEL_PATH                a directory, a Hugging Face name, demo or demo-audio
   SERVED_MODEL_NAME         the name in requests (default: MODEL_PATH)
   MODALITY                  text or multimodal
   ENGINE                    tensorrt_llm (default), transformers or double

@@ -32,7 +32,7 @@ Environment of all multi-node scripts
   IMAGE                     container image (Pyxis); without it the jobs run on the nodes as they are
   MOUNTS                    HOST:CONTAINER pairs with commas between them; this checkout is added when none of
                             them has it
-  MODEL_PATH                a directory that every node sees, a Hugging Face name, or the word demo
+  MODEL_PATH                a directory that every node sees, a Hugging Face name, demo or demo-audio
   SERVED_MODEL_NAME         the name in requests (default: MODEL_PATH)
   MODALITY                  text or multimodal
   ENGINE                    tensorrt_llm (default), transformers or double; only the first can have workers of

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dynamo.trtllm.config import AudioLimits
 from dynamo.trtllm.demo import ask
 from dynamo.trtllm.demo.clips import read_frames
+from dynamo.trtllm.multimodal.audio.reading import read_audio
 
 
 def event(text: str | None = None, usage: dict[str, int] | None = None) -> str:
@@ -128,27 +130,46 @@ def test_the_clip_that_is_drawn_shows_a_red_circle_on_its_way_to_the_left(tmp_pa
         assert np.asarray(shown.convert("L"))[112:].min() < 80
 
 
+def test_the_sound_that_is_made_is_three_high_beeps_and_its_waveform_is_shown() -> None:
+    path = ask.draw_default("audio")
+    sound = read_audio(path.read_bytes(), ask.SOUND_RATE, AudioLimits())
+    blocks = np.abs(sound.samples[: len(sound.samples) // 160 * 160].reshape(-1, 160)).max(axis=1)
+    loud = blocks > blocks.max() / 2
+    assert int((np.diff(np.pad(loud, 1).astype(int)) > 0).sum()) == 3
+    frequency = np.abs(np.fft.rfft(sound.samples)).argmax() * ask.SOUND_RATE / len(sound.samples)
+    assert 1700 < frequency < 3300
+    waveform = ask.KINDS["audio"].show
+    assert waveform is not None
+    with Image.open(waveform(path, "three high beeps.")) as shown:
+        top = np.asarray(shown.convert("L"))[:20]
+    inked = (top < 128).any(axis=0)
+    assert int((np.diff(np.pad(inked, 1).astype(int)) > 0).sum()) == 3
+
+
 @pytest.mark.parametrize(
-    ("arguments", "image", "video"),
+    ("arguments", "image", "video", "audio"),
     [
-        ([], None, None),
-        (["--video"], None, ""),
-        (["--video", "a.mp4"], None, "a.mp4"),
-        (["--image", "a.png"], "a.png", None),
+        ([], None, None, None),
+        (["--video"], None, "", None),
+        (["--video", "a.mp4"], None, "a.mp4", None),
+        (["--image", "a.png"], "a.png", None, None),
+        (["--audio"], None, None, ""),
+        (["--audio", "a.flac"], None, None, "a.flac"),
     ],
 )
-def test_a_clip_is_asked_about_where_one_is_named(
-    arguments: list[str], image: str | None, video: str | None
+def test_a_clip_or_a_sound_is_asked_about_where_one_is_named(
+    arguments: list[str], image: str | None, video: str | None, audio: str | None
 ) -> None:
     options = ask.parse(arguments)
-    assert (options.image, options.video) == (image, video)
+    assert (options.image, options.video, options.audio) == (image, video, audio)
 
 
-def test_a_question_about_a_clip_sends_it_as_one() -> None:
+@pytest.mark.parametrize(("kind", "file"), [("video", "clip.mp4"), ("audio", "sound.wav")])
+def test_a_question_about_a_clip_or_a_sound_sends_it_as_one(kind: str, file: str) -> None:
     with frontend(200, event("yes")) as (url, bodies):
-        assert ask.ask(url, "demo", "http://host/clip.mp4", "What moves?", "video").text == "yes"
-    part = {"type": "video_url", "video_url": {"url": "http://host/clip.mp4"}}
-    assert bodies[0]["messages"][0]["content"] == [{"type": "text", "text": "What moves?"}, part]
+        assert ask.ask(url, "demo", f"http://host/{file}", "What is it?", kind).text == "yes"
+    part = {"type": f"{kind}_url", f"{kind}_url": {"url": f"http://host/{file}"}}
+    assert bodies[0]["messages"][0]["content"] == [{"type": "text", "text": "What is it?"}, part]
 
 
 def test_a_local_picture_is_served_byte_for_byte_and_nothing_else_is(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
@@ -19,6 +20,7 @@ from launch.harness import LAUNCH, ROOT, Running, run_script, script_environment
 from processes.cluster import free_port
 
 CAPTION = "a red circle on a blue background."
+BEEPS = "three high beeps."
 DEADLINE_S = 240.0
 
 
@@ -49,12 +51,19 @@ FOR_SOME_ROLES = [
 
 
 def assert_told(
-    output: list[str], errors: str, *, picture: Path | None = None, question: str, caption: str
+    output: list[str],
+    errors: str,
+    *,
+    file: Path | None = None,
+    question: str,
+    caption: str,
+    noun: str = "picture",
+    model: str = "demo",
 ) -> None:
     """The lines of a whole demo; the answer is the last one."""
-    assert re.fullmatch(r"ready: http://127\.0\.0\.1:\d+ model=demo", output[0])
-    shown = Path(output[1].removeprefix("picture: "))
-    assert shown == picture if picture else shown.is_file()
+    assert re.fullmatch(rf"ready: http://127\.0\.0\.1:\d+ model={model}", output[0])
+    shown = Path(output[1].removeprefix(f"{noun}: "))
+    assert shown == file if file else shown.is_file()
     assert output[2] == f"question: {question}"
     assert re.fullmatch(r"time to first token: \d+ ms", output[3])
     assert re.fullmatch(r"speed: \d+ tokens/s \(\d+ prompt tokens, \d+ generated\)", output[4])
@@ -62,13 +71,20 @@ def assert_told(
     assert re.search(r"launch: ready \d+\.\d s after the start", errors)
 
 
-@pytest.mark.parametrize("topology", ["disagg_e_pd", "epd_disagg"])
-def test_with_encode_workers_the_answer_is_the_last_line_whatever_flags_go_to_all_roles(
-    topology: str,
-) -> None:
-    done = demo("--topology", topology, "--", *FOR_SOME_ROLES)
+def test_with_encode_workers_the_answer_is_the_last_line_whatever_flags_go_to_all_roles() -> None:
+    done = demo("--topology", "epd_disagg", "--", *FOR_SOME_ROLES)
     assert done.returncode == 0, done.stderr
     assert_told(done.stdout.splitlines(), done.stderr, question="Describe the image", caption=CAPTION)
+
+
+def test_a_sound_is_described_by_the_audio_model_and_its_waveform_shown() -> None:
+    done = demo("--audio", "--topology", "disagg_e_pd", "--", *FOR_SOME_ROLES)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    asked = {"question": "Describe the sound", "caption": BEEPS, "noun": "sound", "model": "demo-audio"}
+    assert_told(lines, done.stderr, **asked)
+    with Image.open(lines[5].removeprefix("shown with its answer: ")) as picture:
+        assert picture.size == (640, 272)
 
 
 def test_prefill_and_decode_answer_another_question_about_another_picture(tmp_path: Path) -> None:
@@ -77,9 +93,7 @@ def test_prefill_and_decode_answer_another_question_about_another_picture(tmp_pa
     question = "Describe the picture."
     done = demo("--topology", "disagg", "--image", str(path), "--prompt", question, "--", *FOR_SOME_ROLES)
     assert done.returncode == 0, done.stderr
-    assert_told(
-        done.stdout.splitlines(), done.stderr, picture=path, question=question, caption=picture.caption
-    )
+    assert_told(done.stdout.splitlines(), done.stderr, file=path, question=question, caption=picture.caption)
 
 
 def test_a_model_that_the_frontend_cannot_use_ends_the_launch_with_the_frontends_own_reason(
@@ -171,6 +185,7 @@ print(urllib.request.urlopen(request).read().decode())
 def test_options_that_cannot_work_are_refused_before_anything_is_set_up() -> None:
     for arguments, sentence in (
         (["--image", "/no/such/file"], "demo.sh: --image: there is no file /no/such/file"),
+        (["--audio", "/no/such/file"], "demo.sh: --audio: there is no file /no/such/file"),
         (
             ["--topology", "ring"],
             "demo.sh: there is no topology ring: choose agg, disagg, disagg_e_pd or epd_disagg",

@@ -524,8 +524,9 @@ async def test_a_model_is_a_directory_the_demo_or_a_name_that_is_fetched(
         await model_files.resolve_model(str(tmp_path / "none"))
 
 
-def test_the_demo_model_is_shipped() -> None:
-    assert (model_files.DEMO_DIRECTORY / "config.json").is_file()
+def test_the_demo_models_are_shipped() -> None:
+    shipped = [name for name, path in model_files.DEMO_MODELS.items() if (path / "config.json").is_file()]
+    assert shipped == ["demo", "demo-audio"]
 
 
 @pytest.mark.asyncio

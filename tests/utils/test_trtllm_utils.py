@@ -763,7 +763,7 @@ BAD = [
         ["--model", LONG],
         (
             "--model must be a directory that can be looked into, a Hugging Face name, "
-            f"or the word demo, not '{LONG[:77]}...'"
+            f"demo or demo-audio, not '{LONG[:77]}...'"
         ),
     ),
     (["--served-model-name", "\udcff"], "--served-model-name must be one or more names, not '\\udcff'"),

@@ -85,7 +85,7 @@ class ModelConfig:
         "--model-path",
         MODEL_PATH,
         "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-        "Model: a directory, a Hugging Face name, or the word demo.",
+        "Model: a directory, a Hugging Face name, demo or demo-audio.",
         also=("--model",),
         shared="MODEL_PATH",
     )

@@ -17,6 +17,9 @@ from dynamo.trtllm.errors import StartupError
 
 DEMO_MODEL = "demo"
 DEMO_DIRECTORY = Path(__file__).parent / "demo" / "model"
+DEMO_AUDIO_MODEL = "demo-audio"
+DEMO_MODELS = {DEMO_MODEL: DEMO_DIRECTORY, DEMO_AUDIO_MODEL: DEMO_DIRECTORY.with_name("audio_model")}
+"""The models that come with the package, by the words that name them."""
 CONFIG = "config.json"
 AGAIN = "download it again"
 MAX_JSON_BYTES = 256 << 20
@@ -32,8 +35,8 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 async def resolve_model(path: str) -> str:
     """The local directory of `path`. Raises `StartupError` when there is none and none can be fetched."""
-    if path == DEMO_MODEL:
-        return str(DEMO_DIRECTORY)
+    if path in DEMO_MODELS:
+        return str(DEMO_MODELS[path])
     local = await asyncio.to_thread(_find_directory, path)
     if local is not None:
         return local
@@ -57,8 +60,8 @@ def _find_directory(path: str) -> str | None:
 def find_model_directory(path: str) -> Path | None:
     """The local directory of a model: itself, the demo's, or what the Hugging Face cache holds.
     Downloads nothing."""
-    if path == DEMO_MODEL:
-        return DEMO_DIRECTORY
+    if path in DEMO_MODELS:
+        return DEMO_MODELS[path]
     if Path(path).is_dir():
         return Path(path)
     try:

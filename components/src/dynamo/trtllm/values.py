@@ -256,7 +256,7 @@ HOSTS = Kind(
     show=",".join,
 )
 FILE = Kind("a file", _path, metavar="FILE")
-MODEL_PATH = Kind("a directory that can be looked into, a Hugging Face name, or the word demo", _model_path)
+MODEL_PATH = Kind("a directory that can be looked into, a Hugging Face name, demo or demo-audio", _model_path)
 JSON_OBJECT = Kind("a JSON object", _json_object, metavar="JSON")
 DEVICE = Kind(
     "auto, cpu, cuda or cuda:N",

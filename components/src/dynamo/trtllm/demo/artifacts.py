@@ -8,7 +8,7 @@ TensorRT-LLM and Dynamo's frontend read it alike. The sizes chosen here keep the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ _QWEN2_SPLIT = (
 )
 
 
-def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
     """A byte-level BPE tokenizer with Qwen2's normaliser and splitting, `VOCABULARY` entries, the special
     tokens last."""
     tokenizer = Tokenizer(models.BPE())
@@ -75,14 +75,14 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL_TOKENS),
+        vocab_size=VOCABULARY - len(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=[],
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+        [AddedToken(token, special=True, normalized=False) for token in special_tokens]
     )
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise ValueError(f"the texts give a vocabulary of {tokenizer.get_vocab_size()}, not {VOCABULARY}")
@@ -151,15 +151,17 @@ def write_artifacts(directory: Path, tokenizer: Tokenizer) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    _write_json(directory / "config.json", model_config(tokenizer))
-    _write_json(directory / "generation_config.json", _generation_config(tokenizer))
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(tokenizer))
-    _write_json(directory / "special_tokens_map.json", _special_tokens_map())
-    _write_json(directory / "preprocessor_config.json", _preprocessor_config())
-    _write_json(directory / "video_preprocessor_config.json", _video_preprocessor_config())
+    write_json(directory / "config.json", model_config(tokenizer))
+    write_json(directory / "generation_config.json", generation_config(tokenizer))
+    settings = tokenizer_config(tokenizer, SPECIAL_TOKENS, "Qwen2VLProcessor", CHAT_TEMPLATE)
+    write_json(directory / "tokenizer_config.json", settings)
+    write_json(directory / "special_tokens_map.json", special_tokens_map(SPECIAL_TOKENS))
+    write_json(directory / "preprocessor_config.json", _preprocessor_config())
+    write_json(directory / "video_preprocessor_config.json", _video_preprocessor_config())
 
 
-def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of `generation_config.json`: greedy, ending with the turn or the text."""
     return {
         "bos_token_id": token_id(tokenizer, END_OF_TEXT),
         "eos_token_id": [token_id(tokenizer, TURN_END), token_id(tokenizer, END_OF_TEXT)],
@@ -168,17 +170,21 @@ def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _special_tokens_map() -> dict[str, Any]:
+def special_tokens_map(special_tokens: Sequence[str]) -> dict[str, Any]:
+    """The content of `special_tokens_map.json`."""
     return {
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
         "additional_special_tokens": [
-            token for token in SPECIAL_TOKENS if token not in (TURN_END, END_OF_TEXT)
+            token for token in special_tokens if token not in (TURN_END, END_OF_TEXT)
         ],
     }
 
 
-def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_config(
+    tokenizer: Tokenizer, special_tokens: Sequence[str], processor: str, chat_template: str
+) -> dict[str, Any]:
+    """The content of `tokenizer_config.json` for the class `processor` of Transformers."""
     added = {
         str(token_id(tokenizer, token)): {
             "content": token,
@@ -188,22 +194,22 @@ def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
             "single_word": False,
             "special": True,
         }
-        for token in SPECIAL_TOKENS
+        for token in special_tokens
     }
     return {
         "tokenizer_class": "Qwen2Tokenizer",
-        "processor_class": "Qwen2VLProcessor",
+        "processor_class": processor,
         "add_bos_token": False,
         "add_prefix_space": False,
         "bos_token": None,
         "unk_token": None,
-        **_special_tokens_map(),
+        **special_tokens_map(special_tokens),
         "added_tokens_decoder": added,
         "clean_up_tokenization_spaces": False,
         "errors": "replace",
         "model_max_length": MAX_POSITIONS,
         "padding_side": "left",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
 
 
@@ -252,5 +258,6 @@ def _video_preprocessor_config() -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes one of the model directory's files."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

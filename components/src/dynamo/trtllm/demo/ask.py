@@ -1,5 +1,5 @@
-"""Asks a running frontend one question about one picture or clip: `python -m dynamo.trtllm.demo.ask --url URL
---model NAME`.
+"""Asks a running frontend one question about one picture, clip or sound: `python -m dynamo.trtllm.demo.ask
+--url URL --model NAME`.
 
 A client like any other: it speaks to `/v1/chat/completions` only and knows nothing of workers. A local
 file is served from a loopback port, which the deployment has to be allowed to fetch from
@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 REMOTE_SCHEMES = ("http://", "https://", "data:")
 MAX_TOKENS = 160
 PICTURE_SIZE = (224, 224)
+SOUND_RATE = 16000
 
 
 class AskError(Exception):
@@ -158,6 +159,14 @@ def _draw_clip(folder: Path, caption: str) -> Path:
     return folder / "clip.mp4"
 
 
+def _draw_sound(folder: Path, caption: str) -> Path:
+    from dynamo.trtllm.demo.audio.sounds import draw_sound, write_sound
+
+    sound = next(drawn for seed in count() if (drawn := draw_sound(seed, SOUND_RATE)).caption == caption)
+    write_sound(sound, folder / "sound.wav")
+    return folder / "sound.wav"
+
+
 def _show_frames(path: Path, text: str) -> Path:
     from dynamo.trtllm.demo.clips import film_strip, read_frames
 
@@ -166,9 +175,21 @@ def _show_frames(path: Path, text: str) -> Path:
     return strip
 
 
+def _show_waveform(path: Path, text: str) -> Path:
+    from dynamo.trtllm.config import AudioLimits
+    from dynamo.trtllm.demo.audio.waveform import waveform
+    from dynamo.trtllm.multimodal.audio.reading import read_audio
+
+    picture = Path(tempfile.mkdtemp(prefix="dynamo-trtllm-demo-")) / "waveform.png"
+    sound = read_audio(path.read_bytes(), SOUND_RATE, AudioLimits())
+    waveform(sound.samples, text, sound.rate).save(picture)
+    return picture
+
+
 KINDS = {
     "image": Kind("picture", "Describe the image", "a red circle on a blue background.", _draw_picture),
     "video": Kind("clip", "Describe the video", "a red circle moves to the left.", _draw_clip, _show_frames),
+    "audio": Kind("sound", "Describe the sound", "three high beeps.", _draw_sound, _show_waveform),
 }
 
 
@@ -236,8 +257,8 @@ def curl_command(url: str, model: str, media_url: str, prompt: str, kind: str = 
 
 def run(options: argparse.Namespace) -> None:
     """Asks, prints, and with `--keep` goes on serving the file until a signal comes."""
-    name = "image" if options.video is None else "video"
-    kind, given = KINDS[name], options.image if options.video is None else options.video
+    name = next((name for name in KINDS if getattr(options, name) is not None), "image")
+    kind, given = KINDS[name], getattr(options, name)
     prompt = kind.question if options.prompt is None else options.prompt
     with reachable(given, name) as (shown, media_url):
         print(f"{kind.noun}: {shown}", flush=True)
@@ -259,13 +280,14 @@ def run(options: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m dynamo.trtllm.demo.ask", description="Asks one question about one picture or clip."
+        prog="python -m dynamo.trtllm.demo.ask",
+        description="Asks one question about one picture, clip or sound.",
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the frontend (default %(default)s)")
     parser.add_argument("--model", default="demo", help="the model's name (default %(default)s)")
     media = parser.add_mutually_exclusive_group()
     for name, kind in KINDS.items():
-        drawn = f"the {kind.noun}; left out, one of {kind.caption[:-1]} is drawn"
+        drawn = f"the {kind.noun}; left out, one of {kind.caption[:-1]} is made"
         value: dict[str, Any] = {} if name == "image" else {"nargs": "?", "const": ""}
         media.add_argument(f"--{name}", metavar="PATH_OR_URL", help=drawn, **value)
     questions = ", ".join(kind.question for kind in KINDS.values())

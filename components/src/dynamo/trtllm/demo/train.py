@@ -1,6 +1,6 @@
-"""Trains the demo model from nothing and evaluates it.
+"""Trains a demo model from nothing and evaluates it.
 
-    python -m dynamo.trtllm.demo.train --out DIR [--steps N] [--max-minutes M] [--device cuda]
+    python -m dynamo.trtllm.demo.train --out DIR [--audio] [--steps N] [--max-minutes M] [--device cuda]
     python -m dynamo.trtllm.demo.train --evaluate DIR [--device cuda] [--report FILE]
 
 It can also be started by its path. DIR becomes a complete Hugging Face directory; a `tokenizer.json` that is
@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from random import Random
 from typing import Any
 
 if not __package__:
@@ -32,17 +31,12 @@ import torch
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
-from dynamo.trtllm.demo.artifacts import MAX_WEIGHTS_BYTES, train_tokenizer, write_artifacts
-from dynamo.trtllm.demo.batches import DialogueBatches
-from dynamo.trtllm.demo.dialogues import Mix, draw_dialogue
-from dynamo.trtllm.demo.evaluation import as_json, evaluate, load
-from dynamo.trtllm.demo.forward import losses
-from dynamo.trtllm.demo.pictures import draw
+from dynamo.trtllm.demo.evaluation import as_json
+from dynamo.trtllm.demo.recipes import AUDIO, PICTURES, Recipe, recipe_of
 
 _WARM_UP = 0.02
 _LOG_EVERY = 50
 _SAVE_EVERY_S = 60
-_TOKENIZER_DIALOGUES = 20_000
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -53,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="train, and write the model here")
     target.add_argument("--evaluate", type=Path, help="evaluate the model in this directory, train nothing")
+    parser.add_argument("--audio", action="store_true", help="train the model that describes sounds")
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument(
         "--max-minutes", type=float, default=math.inf, help="finish in this time, whatever the steps"
@@ -94,16 +89,17 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     out: Path = arguments.out
-    tokenizer = _tokenizer(out, arguments.seed)
-    model = _new_model(out, arguments.start).to(arguments.device).train()
-    run = _Run(model, tokenizer, arguments)
+    recipe = AUDIO if arguments.audio else PICTURES
+    tokenizer = _tokenizer(recipe, out, arguments.seed)
+    model = recipe.new_model(out, arguments.start).to(arguments.device).train()
+    run = _Run(recipe, model, tokenizer, arguments)
     for progress in run.steps():
         run.train_step(progress)
     if not run.is_complete:
         run.save()
         sys.exit()
     torch.backends.cuda.matmul.allow_tf32 = False
-    save_weights(model, out)
+    save_weights(recipe, model, out)
     run.save()
     _plot(run.history, out)
 
@@ -112,8 +108,10 @@ class _Run:
     """The state of one training: optimiser, data, clock and history. `history` rows are (step, loss,
     accuracy)."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
-        self._model, self._arguments = model, arguments
+    def __init__(
+        self, recipe: Recipe, model: Any, tokenizer: Tokenizer, arguments: argparse.Namespace
+    ) -> None:
+        self._recipe, self._model, self._arguments = recipe, model, arguments
         self._device = torch.device(arguments.device)
         self._optimizer = _optimizer(model, arguments.rate)
         self.history: list[tuple[int, float, float]] = []
@@ -121,7 +119,7 @@ class _Run:
         if arguments.checkpoint and arguments.checkpoint.exists():
             self._restore(arguments.checkpoint)
         self._progress: Synchronized[float] = multiprocessing.Value("d", self._step / arguments.steps)
-        dataset = DialogueBatches(tokenizer, arguments.rows, arguments.steps, arguments.seed, self._progress)
+        dataset = recipe.batches(tokenizer, arguments.rows, arguments.steps, arguments.seed, self._progress)
         self._data = _loader(dataset, self._step, arguments)
         self._started = self._saved = self._logged = time.monotonic()
         self._sums = torch.zeros(3, device=self._device)
@@ -153,7 +151,7 @@ class _Run:
         rate = self._arguments.rate * rate_factor(progress)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        loss, accuracy = losses(self._model, batch)
+        loss, accuracy = self._recipe.losses(self._model, batch)
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0, foreach=True)
@@ -216,19 +214,16 @@ def rate_factor(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (progress - _WARM_UP) / (1 - _WARM_UP)))
 
 
-def save_weights(model: Any, directory: Path) -> None:
-    """Writes `model.safetensors` in float32 under the names of the published Qwen2-VL checkpoints (tied head
-    left out)."""
+def save_weights(recipe: Recipe, model: Any, directory: Path) -> None:
+    """Writes `model.safetensors` in float32 under the names of the published checkpoints."""
     tensors = {
-        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor.float()
-        .cpu()
-        .contiguous()
+        published: tensor.float().cpu().contiguous()
         for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
+        if (published := recipe.published_name(name)) is not None
     }
     content = save(tensors, metadata={"format": "pt"})
-    if len(content) > MAX_WEIGHTS_BYTES:
-        raise ValueError(f"the weights take {len(content)} bytes, more than {MAX_WEIGHTS_BYTES}")
+    if len(content) > recipe.max_weights_bytes:
+        raise ValueError(f"the weights take {len(content)} bytes, more than {recipe.max_weights_bytes}")
     (directory / "model.safetensors").write_bytes(content)
 
 
@@ -241,7 +236,7 @@ def evaluate_directory(directory: Path, device: str, cases: int, seed: int) -> d
     }
     for place in dict.fromkeys((device, "cpu")):
         started = time.monotonic()
-        scores = evaluate(*load(directory, place), n=cases, seed=seed)
+        scores = recipe_of(directory).scores(directory, place, cases, seed)
         result[place] = {"seconds": round(time.monotonic() - started, 1), "scores": as_json(scores)}
     if device != "cpu":
         result["answers_that_differ"] = sum(
@@ -261,30 +256,13 @@ def _without_answers(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(out: Path, seed: int) -> Tokenizer:
+def _tokenizer(recipe: Recipe, out: Path, seed: int) -> Tokenizer:
     """The tokenizer in `out`, or a new one; every other file of the directory but the weights is written
     anew."""
     path = out / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else train_tokenizer(_texts(seed))
-    write_artifacts(out, tokenizer)
+    tokenizer = Tokenizer.from_file(str(path)) if path.exists() else recipe.new_tokenizer(seed)
+    recipe.write_artifacts(out, tokenizer)
     return tokenizer
-
-
-def _texts(seed: int) -> Iterator[str]:
-    rng = Random(seed)
-    for _ in range(_TOKENIZER_DIALOGUES):
-        for turn in draw_dialogue(rng, lambda: draw(rng.getrandbits(60), (8, 8)), Mix()):
-            yield from (item for item in turn.content if isinstance(item, str))
-
-
-def _new_model(directory: Path, start: Path | None) -> Any:
-    from transformers import AutoConfig, Qwen2VLForConditionalGeneration
-
-    if start is not None:
-        return Qwen2VLForConditionalGeneration.from_pretrained(
-            start, dtype=torch.float32, local_files_only=True
-        )
-    return Qwen2VLForConditionalGeneration(AutoConfig.from_pretrained(directory, local_files_only=True))
 
 
 def _optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
@@ -296,7 +274,7 @@ def _optimizer(model: Any, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
 
 
-def _loader(dataset: DialogueBatches, first: int, arguments: argparse.Namespace) -> Iterator[Any]:
+def _loader(dataset: Any, first: int, arguments: argparse.Namespace) -> Iterator[Any]:
     loader = torch.utils.data.DataLoader(
         dataset,
         batch_size=None,

@@ -16,7 +16,7 @@ from dynamo.trtllm.config import EngineKind, Modality, WorkerConfig
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.model_files import (
     CONFIG,
-    DEMO_MODEL,
+    DEMO_MODELS,
     architectures_of,
     find_chat_template,
     find_json_fault,
@@ -52,7 +52,7 @@ def find_file_faults(config: WorkerConfig, shape: ModelShape | None) -> Iterator
         elif not _HUGGING_FACE_NAME.fullmatch(path):
             yield f"--model-path {path} is neither a directory on this machine nor a Hugging Face name"
         return
-    if path != DEMO_MODEL and not Path(path).is_dir():
+    if path not in DEMO_MODELS and not Path(path).is_dir():
         if shape is None and config.engine.kind is not EngineKind.DOUBLE:
             yield _no_decoder(path)
         return
