@@ -17,6 +17,7 @@ from dynamo.trtllm.config import EngineConfig, EngineKind, MediaConfig, Modality
 from dynamo.trtllm.core import DecodedImage, EncodedMedia, TokenBudget
 from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
+from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 
@@ -75,6 +76,7 @@ async def loader_over(
     engine: DoubleEngine,
     modality: Modality = Modality.MULTIMODAL,
     info: EngineInfo | None = None,
+    fetcher: Fetcher | None = None,
     **config: Any,
 ) -> MediaLoader:
-    return MediaLoader(engine, info or await engine.start(), MediaConfig(**config), modality)
+    return MediaLoader(engine, info or await engine.start(), MediaConfig(**config), modality, fetcher)

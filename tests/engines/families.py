@@ -334,6 +334,11 @@ def make_tiny_engine(directory: Path, family: str = "qwen2_vl", **args: Any) -> 
     return TransformersEngine(config)
 
 
+def saved_processor(directory: Path) -> Any:
+    """The processor beside the weights, as Transformers itself loads it."""
+    return tf.AutoProcessor.from_pretrained(directory, local_files_only=True)
+
+
 def reference_model(directory: Path, family: str) -> Any:
     """The same weights in Transformers itself: eager attention, float32,
     no end of sequence unless a test sets one."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo.trtllm.config import Modality, Role
+from dynamo.trtllm.config import Role
 from dynamo.trtllm.core import GuidedDecoding, Prompt, Sampling, Step
 from dynamo.trtllm.engines.port import EngineState
 from dynamo.trtllm.engines.tensorrt_llm.engine import TensorRTLLMEngine
@@ -706,4 +706,3 @@ async def test_closing_twice_and_after_a_failed_start_is_safe(release: str, mode
     await engine.close()
     await engine.close()
     assert instances()[-1].is_shutdown
-    assert engine._config.modality is Modality.TEXT

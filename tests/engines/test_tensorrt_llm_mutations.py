@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from dynamo.trtllm.config import Role
-from dynamo.trtllm.core import GuidedDecoding, Prompt, Sampling
+from dynamo.trtllm.core import GuidedDecoding, Prompt, Sampling, Step
 from dynamo.trtllm.engines.port import EngineRequest, EngineState
 from dynamo.trtllm.engines.tensorrt_llm import (
     arguments,
@@ -432,6 +432,27 @@ def share_params(patch: Patch) -> None:
     )
 
 
+def changed_steps(change: Callable[[EngineRequest, Step], Step]) -> Callable[[Patch], None]:
+    """Streams yield what `change` makes of a request's steps."""
+    original = Streams.read
+
+    async def read(self: Any, request: EngineRequest, *args: Any, **options: Any) -> Any:
+        async for step in original(self, request, *args, **options):
+            yield change(request, step) if isinstance(step, Step) else step
+
+    return lambda patch: patch.setattr(Streams, "read", read)
+
+
+def with_end_token(request: EngineRequest, step: Step) -> Step:
+    return step._replace(token_ids=[*step.token_ids, 2]) if step.finish == "eos" else step
+
+
+def with_unexpanded_usage(request: EngineRequest, step: Step) -> Step:
+    if step.usage is None:
+        return step
+    return step._replace(usage=step.usage._replace(prompt_tokens=len(request.prompt.token_ids)))
+
+
 def start_over(original: Any) -> Any:
     """A stream that passes on all ids so far, each time."""
 
@@ -510,9 +531,6 @@ ROWS: dict[str, Mutation] = {
     "12: a batch is read at once": Mutation(
         replaced(EncoderThread, "encode", encode_by_generate), audit.images_end_alone
     ),
-    "12: handles of a caller that left stay closed": Mutation(
-        replaced(EncoderThread, "_take", lambda self, image, output: None), audit.images_end_alone
-    ),
     "13: blocks lose their salt": Mutation(
         lambda patch: patch.setattr(events.KvEvents, "take", unsalted(events.KvEvents.take)),
         audit.salted_blocks,
@@ -558,7 +576,7 @@ OLDER: dict[str, Mutation] = {
         changed_params(lambda params: setattr(params, "end_id", None)), end_tokens
     ),
     "the end token is passed on": Mutation(
-        replaced(results, "_without_end", lambda request, output, new, finish: new), end_tokens
+        changed_steps(with_end_token), end_tokens
     ),
     "stop tokens ignore min_tokens": Mutation(changed_request(min_tokens=0), end_tokens),
     "an argument that the release lacks is sent": Mutation(
@@ -581,7 +599,7 @@ OLDER: dict[str, Mutation] = {
         replaced(Health, "cause_of_death", lambda self: None), the_engine_dies
     ),
     "those who wait for a dead engine are forgotten": Mutation(
-        replaced(watch.Watch, "end", lambda self, reason: setattr(self, "_over", self._over or reason)),
+        replaced(watch.Watch, "end", lambda self, reason: None),
         the_engine_dies,
     ),
     "nobody looks for a stuck engine": Mutation(
@@ -618,7 +636,7 @@ OLDER: dict[str, Mutation] = {
         fields_of_another_release,
     ),
     "handles reach decode": Mutation(
-        lambda patch: patch.setattr(handoff, "_NOT_SENT", frozenset({"request_type"})),
+        changed_decode_params(lambda params: setattr(params, "multimodal_embedding_handles", [{}])),
         fields_of_another_release,
     ),
     "positions stay behind": Mutation(
@@ -628,10 +646,7 @@ OLDER: dict[str, Mutation] = {
         changed_decode_params(drop_mrope), images_over_both_halves
     ),
     "usage counts placeholders": Mutation(
-        replaced(
-            results.Reader, "_usage", lambda self, n: results.Usage(len(self._request.prompt.token_ids), n)
-        ),
-        usage_counts_expanded_images,
+        changed_steps(with_unexpanded_usage), usage_counts_expanded_images
     ),
     "embeddings are a bare list": Mutation(changed_inputs(as_client_reads), audit.dictionary_of_llama4),
     "handles beside an expanded prompt": Mutation(changed_inputs(expand_again), audit.prompt_beside_handles),
@@ -652,7 +667,7 @@ OLDER: dict[str, Mutation] = {
         audit.prompt_beside_handles,
     ),
     "the encoder's positions are not opened": Mutation(
-        lambda patch: patch.setattr(encoder, "_open_all", first_group(encoder._open_all)),
+        replaced(encoder.mrope, "grid_of", lambda positions, rows: None),
         audit.prompt_beside_handles,
     ),
     "postprocess workers are started": Mutation(
@@ -696,10 +711,6 @@ OLDER: dict[str, Mutation] = {
 
 def flat(original: Any) -> Any:
     return lambda length, placed: original(length, [])
-
-
-def first_group(original: Any) -> Any:
-    return lambda *groups: [*original(groups[0]), []]
 
 
 def once(original: Any) -> Any:

@@ -15,8 +15,12 @@ import pytest_asyncio
 import torch
 
 from dynamo.trtllm.audio_rule import AudioRule
+from dynamo.trtllm.config import EngineConfig, Modality
 from dynamo.trtllm.core import DecodedAudio, DecodedImage, EncodedMedia, MediaShape, Prompt
+from dynamo.trtllm.engines.transformers.audio import AudioEncoder
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
+from dynamo.trtllm.engines.transformers.loading import load_model
+from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, StartupError
 from dynamo.trtllm.multimodal_processor import expand
 from engines.contract import generate, request, split
@@ -30,6 +34,7 @@ from engines.families import (
     reference_model,
     reference_tokens,
     save_tiny_model,
+    saved_processor,
 )
 
 FAMILY = "qwen2_audio"
@@ -69,10 +74,9 @@ CONVERSATIONS: tuple[tuple[list[dict[str, Any]], tuple[DecodedAudio, ...]], ...]
 class Subject:
     """A started engine, and the same weights in Transformers."""
 
-    def __init__(self, engine: TransformersEngine, reference: Any) -> None:
+    def __init__(self, engine: TransformersEngine, reference: Any, directory: Path) -> None:
         self.engine, self.reference = engine, reference
-        assert engine._loaded is not None
-        self.processor = engine._loaded.processor
+        self.processor = saved_processor(directory)
 
     def text(self, turns: Sequence[dict[str, Any]]) -> str:
         return str(self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
@@ -102,7 +106,7 @@ async def subject(saved: tuple[Path, Any]) -> AsyncIterator[Subject]:
     directory, reference = saved
     engine = make_tiny_engine(directory, FAMILY)
     await engine.start()
-    yield Subject(engine, reference)
+    yield Subject(engine, reference, directory)
     await engine.close()
 
 
@@ -116,8 +120,9 @@ async def test_prompts_of_eight_conversations_are_those_of_the_processor(subject
 
 
 @pytest.mark.asyncio
-async def test_spectrograms_are_those_of_the_processor(subject: Subject) -> None:
-    encoder = subject.engine._encoders["audio"]
+async def test_spectrograms_are_those_of_the_processor(subject: Subject, saved: tuple[Path, Any]) -> None:
+    config = EngineConfig(modality=Modality.MULTIMODAL, device="cpu", torch_threads=1)
+    encoder = AudioEncoder(load_model(str(saved[0]), config, EngineOptions()))
     for turns, sounds in CONVERSATIONS[1:]:
         theirs = subject.prepared(turns, sounds)
         ours = [encoder.preprocess(sound).tensors for sound in sounds]
@@ -181,7 +186,7 @@ async def test_a_long_prompt_with_sounds_in_chunks_gives_what_it_gives_in_one(
     engine = make_tiny_engine(directory, FAMILY, max_num_tokens=16)
     await engine.start()
     try:
-        subject = Subject(engine, reference)
+        subject = Subject(engine, reference, directory)
         turns, sounds = CONVERSATIONS[3]
         prompt = await subject.prompt([turn("system", "Say what it is. " * 4), *turns], sounds)
         asked = request(prompt.token_ids, media=prompt.media, max_tokens=OUTPUT_TOKENS, ignore_eos=True)

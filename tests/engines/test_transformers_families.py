@@ -26,6 +26,7 @@ from engines.families import (
     reference_model,
     reference_tokens,
     save_tiny_model,
+    saved_processor,
 )
 
 OUTPUT_TOKENS = 20
@@ -75,7 +76,7 @@ async def subject(saved: tuple[str, Any, Any]) -> AsyncIterator[Subject]:
     family, directory, reference = saved
     engine = make_tiny_engine(directory, family)
     info = await engine.start()
-    processor = engine._loaded.processor if engine._loaded else None
+    processor = saved_processor(directory) if info.media else None
     yield Subject(family, engine, info, reference, processor)
     await engine.close()
 
@@ -159,9 +160,8 @@ async def test_a_long_prompt_in_chunks_gives_what_it_gives_in_one(saved: tuple[s
     engine = make_tiny_engine(directory, family, max_num_tokens=16)
     info = await engine.start()
     try:
-        subject = Subject(
-            family, engine, info, reference, engine._loaded.processor if engine._loaded else None
-        )
+        processor = saved_processor(directory) if info.media else None
+        subject = Subject(family, engine, info, reference, processor)
         images = [noise_image(9, 112, 84), noise_image(10, 56, 56)] if subject.takes_images else []
         ids, media = await subject.prompt([(_text(70, 21), images), (_text(71, 30), [])])
         other, _ = await subject.prompt([(_text(72, 5), [])])

@@ -13,7 +13,7 @@ from dynamo.trtllm.core import DecodedImage, MediaShape
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.errors import ClientFault
-from engines.families import WITH_IMAGES, make_tiny_engine, noise_image, save_tiny_model
+from engines.families import WITH_IMAGES, make_tiny_engine, noise_image, save_tiny_model, saved_processor
 
 CELL = 28 * 28
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -47,11 +47,11 @@ def asked_of(family: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("saved", [*QWEN, "mistral3"], indirect=True)
 async def test_an_image_is_prepared_as_transformers_prepares_it_with_the_same_keys(
+    saved: tuple[str, Any],
     started: tuple[str, TransformersEngine, EngineInfo],
 ) -> None:
     family, engine, info = started
-    assert engine._loaded is not None
-    processor = engine._loaded.processor
+    processor = saved_processor(saved[1])
     for number, (options, theirs) in enumerate(asked_of(family)):
         for width, height in SIZES:
             image = noise_image(number, width, height)

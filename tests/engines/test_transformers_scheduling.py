@@ -22,7 +22,6 @@ from dynamo.trtllm.engines.port import EngineRequest, EngineState, Prefilled
 from dynamo.trtllm.engines.transformers.encoder import ImageEncoder
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
-from dynamo.trtllm.engines.transformers.worker import Worker
 from dynamo.trtllm.errors import ClientFault, EngineDead, EngineFault, LimitFault, PartFault, ShuttingDown
 from engines.contract import Output, add, generate, place, request, split
 from engines.families import make_tiny_engine, noise_image, save_tiny_model
@@ -424,21 +423,6 @@ async def test_a_step_that_fails_ends_the_engine_and_all_its_requests(
         await engine.check_health()
     with pytest.raises(EngineDead):
         await generate(engine, asked[0])
-
-
-@pytest.mark.asyncio
-async def test_a_thread_that_has_ended_without_a_word_is_a_dead_engine(
-    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Worker, "_run", lambda worker, scheduler: None)
-    monkeypatch.setattr(Worker, "_end_all", lambda worker, scheduler, reason: setattr(worker, "dead", None))
-    engine = make_tiny_engine(directories["llama"], "llama")
-    await engine.start()
-    await _until(lambda: not [thread for thread in threading.enumerate() if thread.name == "engine"])
-    for call in (engine.check_health(), generate(engine, request(IDS)), engine.prefill(request(IDS))):
-        with pytest.raises(EngineDead):
-            await call
-    await engine.close()
 
 
 def _lose_device(*args: Any) -> None:

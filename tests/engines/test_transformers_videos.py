@@ -30,6 +30,7 @@ from engines.families import (
     reference_model,
     reference_tokens,
     save_tiny_model,
+    saved_processor,
 )
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -59,10 +60,9 @@ CONVERSATIONS: tuple[tuple[str, tuple[Medium, ...]], ...] = (
 class Subject:
     """A started engine of one family, and the same weights in Transformers."""
 
-    def __init__(self, family: str, engine: TransformersEngine, reference: Any) -> None:
+    def __init__(self, family: str, engine: TransformersEngine, reference: Any, directory: Path) -> None:
         self.family, self.engine, self.reference = family, engine, reference
-        assert engine._loaded is not None
-        self.processor = engine._loaded.processor
+        self.processor = saved_processor(directory)
 
     async def prompt(self, text: str, media: Sequence[Medium]) -> Prompt:
         """The prompt that a worker makes of the frontend's ids of `text`."""
@@ -109,7 +109,7 @@ async def subject(saved: tuple[str, Path, Any]) -> AsyncIterator[Subject]:
     family, directory, reference = saved
     engine = make_tiny_engine(directory, family)
     await engine.start()
-    yield Subject(family, engine, reference)
+    yield Subject(family, engine, reference, directory)
     await engine.close()
 
 
@@ -167,7 +167,7 @@ async def test_a_long_prompt_with_videos_in_chunks_gives_what_it_gives_in_one(
     engine = make_tiny_engine(directory, family, max_num_tokens=16)
     await engine.start()
     try:
-        subject = Subject(family, engine, reference)
+        subject = Subject(family, engine, reference, directory)
         text, media = CONVERSATIONS[2]
         prompt = await subject.prompt(" ".join(f"w{i}" for i in range(90, 130)) + text, media)
         output = await generate(

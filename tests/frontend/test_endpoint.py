@@ -66,8 +66,8 @@ class BlockingSender(FakeSender):
     """Blocks in `send` from chunk `blocks_at` on until `opened` is set;
     `blocked` says that it has come there."""
 
-    def __init__(self, blocks_at: int) -> None:
-        super().__init__()
+    def __init__(self, blocks_at: int, fails_at: int | None = None) -> None:
+        super().__init__(fails_at)
         self.blocks_at = blocks_at
         self.opened = threading.Event()
         self.blocked = threading.Event()
@@ -278,12 +278,12 @@ async def test_a_send_that_fails_after_its_stream_was_given_up_leaves_no_unread_
     asyncio.get_running_loop().set_exception_handler(lambda loop, about: problems.append(about))
     server, sender = (
         make(Scripted(DIRECT_CHUNKS + 5), stall_deadline_s=SHORT_S),
-        BlockingSender(blocks_at=DIRECT_CHUNKS),
+        BlockingSender(blocks_at=DIRECT_CHUNKS, fails_at=DIRECT_CHUNKS),
     )
-    sender._fails_at = DIRECT_CHUNKS
     assert type(await outcome(push(server, sender))) is dynamo.Cancelled
     sender.opened.set()
-    server._threads.shutdown(wait=True)
+    server.close()
+    await until(lambda: not any(each.name.startswith("endpoint") for each in threading.enumerate()))
     await until(lambda: not asyncio.all_tasks() - {asyncio.current_task()})
     gc.collect()
     assert problems == []
@@ -486,15 +486,15 @@ async def test_a_request_that_ran_into_a_deadline_is_refused_at_once_if_sent_aga
 
 @pytest.mark.asyncio
 async def test_the_watch_looks_only_while_there_is_something_to_watch() -> None:
+    def looking() -> int:
+        return len(asyncio.all_tasks() - {asyncio.current_task()})
+
     watch = CancelWatch()
-    first, second = FakeContext(), FakeContext()
-    watch.add(first)
-    task = watch._task
-    assert task is not None
-    watch.remove(first)
-    await task
-    watch.add(second)
-    assert watch._task is not task
-    watch.remove(second)
-    assert watch._task is not None
-    await watch._task
+    for _ in range(2):
+        contexts = [FakeContext(), FakeContext()]
+        for context in contexts:
+            watch.add(context)
+        assert looking() == 1
+        for context in contexts:
+            watch.remove(context)
+        await until(lambda: looking() == 0)

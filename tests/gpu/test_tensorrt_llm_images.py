@@ -33,17 +33,19 @@ async def engine() -> AsyncIterator[Any]:
         yield made
 
 
-def question(engine: Any, items: list[Any]) -> EngineRequest:
-    """Chat in the Qwen form, by the engine's own tokenizer; the text is what the frontend would render."""
-    facts = describe_model(VLM).facts
+def question(items: list[Any]) -> EngineRequest:
+    """Chat in the Qwen form, by the model's tokenizer; the text is what the frontend would render."""
+    from transformers import AutoTokenizer
+
+    facts, tokenizer = describe_model(VLM).facts, AutoTokenizer.from_pretrained(VLM)
     marks = "".join(f"{facts.around[0]}{facts.placeholder}{facts.around[1]}" for _ in items)
     text = f"<|im_start|>user\n{marks}What colour is the circle?<|im_end|>\n<|im_start|>assistant\n"
-    encoded = engine._llm.tokenizer.encode(text, add_special_tokens=False)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
     ids: list[int] = []
     placed: list[PlacedMedia] = []
     waiting = list(items)
     for token in encoded:
-        if token != engine._info.placeholder_id("image"):
+        if token != tokenizer.convert_tokens_to_ids(facts.placeholder):
             ids.append(token)
             continue
         item = waiting.pop(0)
@@ -67,27 +69,27 @@ async def over_both_halves(engine: Any, asked: EngineRequest) -> Output:
     return output
 
 
-async def test_pictures_change_the_answer_and_are_counted(engine: Any) -> None:
-    red, blue = [await generate(engine, question(engine, [picture(colour)])) for colour in ("red", "blue")]
+async def test_images_change_the_answer_and_are_counted(engine: Any) -> None:
+    red, blue = [await generate(engine, question([picture(colour)])) for colour in ("red", "blue")]
     assert red.token_ids != blue.token_ids
     assert red.usage is not None
-    assert red.usage.prompt_tokens > len(question(engine, [picture("red")]).prompt.token_ids)
+    assert red.usage.prompt_tokens > len(question([picture("red")]).prompt.token_ids)
 
 
-async def test_pictures_over_prefill_and_decode_give_what_one_engine_gives(engine: Any) -> None:
-    asked = question(engine, [picture("red"), picture("green", (336, 224))])
+async def test_images_over_prefill_and_decode_give_what_one_engine_gives(engine: Any) -> None:
+    asked = question([picture("red"), picture("green", (336, 224))])
     whole, halves = await generate(engine, asked), await over_both_halves(engine, asked)
     assert halves.token_ids == whole.token_ids
     assert halves.usage == whole.usage
 
 
-async def test_pictures_encoded_apart_give_what_one_engine_gives(engine: Any) -> None:
+async def test_images_encoded_apart_give_what_one_engine_gives(engine: Any) -> None:
     facts = describe_model(VLM).facts
     if not facts.encodes_apart:
         pytest.skip("TensorRT-LLM does not encode this model's images apart")
     items = [picture("red"), picture("green", (336, 224))]
     async with started(config(Role.ENCODE, images=True, max_batch_size=1)) as (encoder, _):
         encoded = await encoder.encode(items)
-    whole = await generate(engine, question(engine, items))
-    assert (await generate(engine, question(engine, encoded))).token_ids == whole.token_ids
-    assert (await over_both_halves(engine, question(engine, encoded))).token_ids == whole.token_ids
+    whole = await generate(engine, question(items))
+    assert (await generate(engine, question(encoded))).token_ids == whole.token_ids
+    assert (await over_both_halves(engine, question(encoded))).token_ids == whole.token_ids

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from dynamo.trtllm import metrics
-from dynamo.trtllm.config import Modality
+from dynamo.trtllm.config import MediaConfig, Modality
 from dynamo.trtllm.core import DecodedImage, EncodedMedia, TokenBudget
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
+from dynamo.trtllm.multimodal.fetch import Fetcher
 from dynamo.trtllm.multimodal.loader import MediaLoader, nbytes
 from dynamo.trtllm.multimodal.parts import MediaPart
 from fakes import cancelled, outcome, until
@@ -33,17 +34,20 @@ from media_parts import (
 )
 
 
-class Fetches:
-    """Counts what a loader fetches, and fetches it."""
+class CountingFetcher(Fetcher):
+    """Counts the sources that it is asked for."""
 
-    def __init__(self, loader: MediaLoader) -> None:
-        self.count = 0
-        self._fetch_all = loader._fetcher.fetch_all
-        loader._fetcher.fetch_all = self  # type: ignore[method-assign, assignment]
+    count = 0
 
-    async def __call__(self, items: Sequence[Any]) -> list[bytes]:
+    async def fetch_all(self, items: Sequence[Any]) -> list[bytes]:
         self.count += len(items)
-        return await self._fetch_all(items)
+        return await super().fetch_all(items)
+
+
+async def counted(engine: GatedEngine, **config: Any) -> tuple[MediaLoader, CountingFetcher]:
+    """A loader and what it fetches with."""
+    fetcher = CountingFetcher(MediaConfig(**config))
+    return await loader_over(engine, fetcher=fetcher, **config), fetcher
 
 
 @pytest.mark.asyncio
@@ -101,8 +105,7 @@ async def test_images_and_embedding_files_mixed_keep_their_order(tmp_path: Path)
 
 @pytest.mark.asyncio
 async def test_too_many_images_are_refused_before_any_is_fetched() -> None:
-    loader = await loader_over(GatedEngine(), max_images=2)
-    fetches = Fetches(loader)
+    loader, fetches = await counted(GatedEngine(), max_images=2)
     with pytest.raises(LimitFault, match="the request holds 3 images; this worker takes at most 2"):
         await loader.load(parts(png_url(1), png_url(2), png_url(3)), ROOMY)
     assert fetches.count == 0
@@ -110,8 +113,7 @@ async def test_too_many_images_are_refused_before_any_is_fetched() -> None:
 
 @pytest.mark.asyncio
 async def test_each_kind_has_a_limit_of_its_own() -> None:
-    loader = await loader_over(GatedEngine(), max_images=4, limits={"image": 1, "video": 0})
-    fetches = Fetches(loader)
+    loader, fetches = await counted(GatedEngine(), max_images=4, limits={"image": 1, "video": 0})
     with pytest.raises(LimitFault, match="the request holds 2 images; this worker takes at most 1"):
         await loader.load(parts(png_url(1), png_url(2)), ROOMY)
     loader = await loader_over(
@@ -126,8 +128,7 @@ async def test_each_kind_has_a_limit_of_its_own() -> None:
 
 @pytest.mark.asyncio
 async def test_a_part_that_its_text_condemns_is_refused_before_any_is_fetched() -> None:
-    loader = await loader_over(GatedEngine())
-    fetches = Fetches(loader)
+    loader, fetches = await counted(GatedEngine())
     with pytest.raises(PartFault, match="image 2: url scheme 'ftp' is not supported"):
         await loader.load(parts(png_url(1), "ftp://x/y"), ROOMY)
     with pytest.raises(PartFault, match="audio 1: this worker's model takes no audio"):
@@ -244,11 +245,11 @@ def named(
 @pytest.mark.asyncio
 async def test_a_uuid_alone_is_the_content_that_came_with_it_and_fetches_nothing(tmp_path: Path) -> None:
     engine = GatedEngine()
-    loader = await loader_over(engine, allowed_local_path=tmp_path)
+    loader, fetches = await counted(engine, allowed_local_path=tmp_path)
     picture, file = await loader.load(
         [named("u", png_url(1)), named("f", write_embeddings(tmp_path, "e.pt", 3), position=2)], ROOMY
     )
-    fetches = Fetches(loader)
+    fetches.count = 0
     found = await loader.load([named("f"), named("u", position=2), named("f", position=3)], ROOMY)
     assert [each is item for each, item in zip(found, (file, picture, file), strict=True)] == [True] * 3
     assert (fetches.count, len(engine.encoded)) == (0, 1)
@@ -258,9 +259,9 @@ async def test_a_uuid_alone_is_the_content_that_came_with_it_and_fetches_nothing
 
 @pytest.mark.asyncio
 async def test_a_uuid_that_names_nothing_here_is_refused_before_anything_is_fetched() -> None:
-    loader = await loader_over(GatedEngine())
+    loader, fetches = await counted(GatedEngine())
     await loader.load([named("u", png_url(1), "ours")], ROOMY)
-    fetches = Fetches(loader)
+    fetches.count = 0
     for stranger in (named("v", "", "ours"), named("u", "", "theirs"), named("u", "", None)):
         with pytest.raises(PartFault) as caught:
             await loader.load([*parts(png_url(9)), replace(stranger, position=2)], ROOMY)

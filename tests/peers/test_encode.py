@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.peers import encode as module
 from dynamo.trtllm.peers.client import PeerClient
 from dynamo.trtllm.peers.encode import RemoteEncoder
+from dynamo.trtllm.peers.placement import Placement
 from dynamo.trtllm.request_handlers.encode import EncodeHandler
 from dynamo.trtllm.transfer.local import LocalTransport
 from dynamo.trtllm.transfer.pooled import PooledTransfer
@@ -88,8 +89,9 @@ async def cluster() -> AsyncIterator[Cluster]:
         yield Cluster(stack)
 
 
-def candidates(encoder: RemoteEncoder, url: str) -> list[int]:
-    return encoder._candidates(*parts(url))
+def order_of(instances: list[int], url: str, placement: Placement | None = None) -> list[int]:
+    """The instances in the order in which they are asked for `url`."""
+    return (placement or Placement()).order(instances, *parts(url))
 
 
 def named(
@@ -162,32 +164,36 @@ async def test_a_reference_that_fails_is_named_by_its_first_place(cluster: Clust
 
 @pytest.mark.asyncio
 async def test_an_image_goes_to_one_instance_and_a_leaving_one_moves_only_its_own() -> None:
-    client = FakeClient(dict.fromkeys((11, 22, 33), replies()))
-    encoder = encoder_over(client)
     references = [f"https://x/{i}.png" for i in range(300)]
-    before = {each: candidates(encoder, each) for each in references}
-    assert before == {each: candidates(encoder, each) for each in references}
+    before = {each: order_of([11, 22, 33], each) for each in references}
+    assert before == {each: order_of([33, 11, 22], each) for each in references}
     assert all(sorted(order) == [11, 22, 33] for order in before.values())
     share = {instance: sum(order[0] == instance for order in before.values()) for instance in (11, 22, 33)}
     assert min(share.values()) > 60
-    del client.answers[22]
     for each, order in before.items():
-        assert candidates(encoder, each) == [instance for instance in order if instance != 22]
+        assert order_of([11, 33], each) == [instance for instance in order if instance != 22]
 
 
 @pytest.mark.asyncio
 async def test_any_text_is_a_reference() -> None:
-    assert candidates(encoder_over(FakeClient({1: replies()})), "https://x/\ud800\udcff") == [1]
+    assert order_of([1], "https://x/\ud800\udcff") == [1]
 
 
 @pytest.mark.asyncio
-async def test_an_instance_with_much_more_than_its_share_comes_last() -> None:
-    encoder = encoder_over(FakeClient(dict.fromkeys((1, 2, 3), replies())))
-    order = candidates(encoder, "https://x/y.png")
-    encoder._load[order[0]] = 12
-    assert candidates(encoder, "https://x/y.png") == order
-    encoder._load[order[0]] = 13
-    assert candidates(encoder, "https://x/y.png") == [*order[1:], order[0]]
+async def test_an_instance_with_much_more_than_its_share_comes_last_unless_a_uuid_leads_to_it() -> None:
+    placement, url = Placement(), "https://x/y.png"
+    order = order_of([1, 2, 3], url)
+    known = placement.order([1, 2, 3], named("u"))
+    with ExitStack() as calls:
+        for _ in range(12):
+            calls.enter_context(placement.call(order[0]))
+        assert order_of([1, 2, 3], url, placement) == order
+        calls.enter_context(placement.call(order[0]))
+        assert order_of([1, 2, 3], url, placement) == [*order[1:], order[0]]
+        for _ in range(100):
+            calls.enter_context(placement.call(known[0]))
+        assert placement.order([1, 2, 3], named("u")) == known
+    assert (placement.calls, order_of([1, 2, 3], url, placement)) == (0, order)
 
 
 @pytest.mark.asyncio
@@ -201,7 +207,6 @@ async def test_calls_under_way_are_counted_and_forgotten(cluster: Cluster) -> No
     cluster.engines[1].gate.set()
     await loading
     assert encoder.stats()[metrics.INFLIGHT_ENCODE_CALLS] == 0
-    assert not encoder._load
 
 
 @pytest.mark.asyncio
@@ -209,7 +214,7 @@ async def test_a_dead_instance_costs_one_retry_on_the_next(cluster: Cluster) -> 
     await cluster.add(1)
     await cluster.add(2)
     encoder = await cluster.encoder()
-    first, second = candidates(encoder, png_url(1))
+    first, second = order_of(list(cluster.engines), png_url(1))
     cluster.client.answers[first] = replies(ValueError("Unavailable: tcp://10.0.0.1:9"))
     assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
     assert cluster.client.calls == [first, second]
@@ -333,8 +338,6 @@ async def test_a_uuid_alone_finds_its_content_through_every_worker_that_asks(clu
     one, other = await cluster.encoder(cache_bytes=0), await cluster.encoder()
     for number in range(6):
         (sent,) = await one.load([named(f"u{number}", png_url(number))], ROOMY, FakeContext())
-        # an instance with too much to do is still the one that knows
-        one._load[cluster.client.calls[-1]] += 100
         (found,) = await other.load([named(f"u{number}")], ROOMY, FakeContext())
         assert (found.digest, found.kind) == (sent.digest, "image")
         assert cluster.client.calls[-1] == cluster.client.calls[-2]
@@ -449,7 +452,7 @@ async def test_leaving_stops_the_encode_worker_and_leaves_nothing_held(cluster: 
     await cancelled(loading)
     await until(lambda: all(child.is_stopped() for child in context.children))
     assert len(context.children) == 2
-    await until(lambda: not encoder._load)
+    await until(lambda: encoder.stats()[metrics.INFLIGHT_ENCODE_CALLS] == 0)
     cluster.engines[1].gate.set()
     cluster.assert_nothing_held()
 
@@ -466,7 +469,7 @@ async def test_an_offer_that_is_gone_costs_a_retry_on_the_next_instance(cluster:
     await cluster.add(1)
     await cluster.add(2)
     encoder = await cluster.encoder()
-    first, second = candidates(encoder, png_url(1))
+    first, second = order_of(list(cluster.engines), png_url(1))
     cluster.client.answers[first] = forgetful(cluster.client.answers[first], cluster.senders[first])
     assert len(await encoder.load(parts(png_url(1)), ROOMY, FakeContext())) == 1
     assert cluster.client.calls == [first, second]

@@ -82,7 +82,7 @@ def test_a_peer_of_another_schema_is_a_fault() -> None:
         worker = cluster.start(
             "other", [sys.executable, "-c", OTHER_SCHEMA, *command], {"DYN_SYSTEM_PORT": "0"}
         )
-        cluster._wait_for(worker, lambda: "serving" in worker.text(), "the other worker's start")
+        cluster.wait_for(worker, lambda: "serving" in worker.text(), "the other worker's start")
         code, lines = check_live(cluster, "--disaggregation-mode", "decode")
         assert code == 1
         assert lines[0] == "  prefill at dyn://dynamo.prefill.generate: 1 running, 0 with message schema 2"

@@ -201,7 +201,7 @@ class Cluster:
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 list(command),
-                env=self._environment(env),
+                env=self.environment(env),
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -221,7 +221,7 @@ class Cluster:
         imported torch and Transformers already."""
         log = self._new_log(name)
         return self._managed(
-            Managed(name, prefork().start(words, self._environment(env), log), log, system_port)
+            Managed(name, prefork().start(words, self.environment(env), log), log, system_port)
         )
 
     def _new_log(self, name: str) -> Path:
@@ -231,7 +231,7 @@ class Cluster:
         self.processes.append(managed)
         return managed
 
-    def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
+    def environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         base = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "OMP_"))}
         return {
             **base,
@@ -261,7 +261,7 @@ class Cluster:
             *arguments,
         ]
         managed = self.start("frontend", command, env)
-        self._wait_for(
+        self.wait_for(
             managed, lambda: find_http(f"{self.url}/v1/models") is not None, "the frontend's first answer"
         )
         return managed
@@ -297,7 +297,7 @@ class Cluster:
             page = find_http(f"http://127.0.0.1:{managed.system_port}/health")
             return page is not None and json.loads(page)["endpoints"].get("generate") == "ready"
 
-        self._wait_for(managed, ready, f"readiness of {managed.name}")
+        self.wait_for(managed, ready, f"readiness of {managed.name}")
 
     def wait_listed(self, name: str | None = None) -> None:
         """Wait until the frontend lists the model and answers for it."""
@@ -309,7 +309,7 @@ class Cluster:
 
         wait_until(listed, f"listing of {wanted}")
 
-    def _wait_for(self, managed: Managed, condition: Any, what: str) -> None:
+    def wait_for(self, managed: Managed, condition: Any, what: str) -> None:
         def check() -> bool:
             if not managed.alive():
                 raise AssertionError(

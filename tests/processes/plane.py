@@ -30,7 +30,7 @@ def ask_endpoint(
     cluster: Cluster, endpoint: str, requests: Sequence[Any], timeout_s: float = 60.0
 ) -> list[Outcome]:
     """The outcomes of `requests`, in order, sent side by side to the one instance of `endpoint`."""
-    environment = {**cluster._environment(None), "DYN_LOG": "error", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**cluster.environment(None), "DYN_LOG": "error", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, endpoint]
     text = json.dumps(list(requests))
     done = subprocess.run(

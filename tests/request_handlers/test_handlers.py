@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,8 @@ import pytest
 from dynamo.trtllm import metrics
 from dynamo.trtllm.config import Modality, ModelConfig, PeerConfig, Role, TransferConfig, WorkerConfig
 from dynamo.trtllm.core import Step, StepLogprobs, TokenLogprob, Usage
-from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.errors import PeerUnavailable, StartupError
 from dynamo.trtllm.frontend.response import Output, to_chunk
-from dynamo.trtllm.multimodal.loader import MediaLoader
-from dynamo.trtllm.peers.encode import RemoteEncoder
-from dynamo.trtllm.peers.split_media import SplitMedia
 from dynamo.trtllm.request_handlers import handlers
 from dynamo.trtllm.request_handlers.aggregated import AggregatedHandler
 from dynamo.trtllm.request_handlers.decode import DecodeHandler
@@ -27,7 +25,7 @@ from dynamo.trtllm.request_handlers.prefill import PrefillHandler
 from dynamo.trtllm.transfer.port import Transfer
 from dynamo.trtllm.transfer.registry import create_transfer
 from fakes import FakeClient, answered, collect, raw_request
-from media_parts import PLACEHOLDER, GatedEngine, png_url, taking_images
+from media_parts import PLACEHOLDER, GatedEngine, png_url, taking_images, write_embeddings
 
 ENCODE = "dyn://dynamo.tensorrt_llm_encode.generate"
 
@@ -79,8 +77,12 @@ async def create(
     return await create_handler(config(role, **peers), engine, info, runtime or Runtime())
 
 
-def source(handler: Any) -> object:
-    return handler._processor._media
+async def answers_about(handler: HandlerBase, url: str) -> bool:
+    """Whether the worker answers about what is at `url` while no encode worker lives."""
+    try:
+        return bool(await collect(answered(handler, raw_request(1, PLACEHOLDER, images=(url,)))))
+    except PeerUnavailable:
+        return False
 
 
 @pytest.mark.asyncio
@@ -108,7 +110,7 @@ async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
     assert type(handler) is kind
     assert (len(transfers), runtime.asked) == (started, asked)
     if kind in (AggregatedHandler, PrefillHandler):
-        assert type(source(handler)) is (RemoteEncoder if peers else MediaLoader)
+        assert await answers_about(handler, png_url(1)) == (not peers)
     await handler.drained()
     await handler.close()
     assert all(transfer.stats().pool_bytes == 0 for transfer in transfers)
@@ -116,22 +118,23 @@ async def test_each_role_gets_its_handler_its_transfer_and_its_peers(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("fallback", [True, False])
-async def test_the_fallback_is_built_only_where_it_was_asked_for(
+async def test_without_an_encode_worker_images_are_encoded_here_only_where_that_was_asked_for(
     transfers: list[Transfer], fallback: bool
 ) -> None:
-    handler = await create(Role.PREFILL, encode_endpoint=ENCODE, encode_fallback=fallback)
-    assert (source(handler)._fallback is not None) == fallback  # type: ignore[attr-defined]
+    handler = await create(Role.AGGREGATED, encode_endpoint=ENCODE, encode_fallback=fallback)
+    assert await answers_about(handler, png_url(1)) == fallback
     await handler.close()
 
 
 @pytest.mark.asyncio
 async def test_a_model_that_is_not_encoded_apart_asks_an_encode_worker_for_embedding_files_only(
-    transfers: list[Transfer],
+    transfers: list[Transfer], tmp_path: Path
 ) -> None:
     runtime = Runtime()
-    handler = await create(Role.PREFILL, runtime, images={"takes_encoded": False}, encode_endpoint=ENCODE)
-    assert type(source(handler)) is SplitMedia
+    handler = await create(Role.AGGREGATED, runtime, images={"takes_encoded": False}, encode_endpoint=ENCODE)
     assert runtime.asked == [ENCODE]
+    assert await answers_about(handler, png_url(1))
+    assert not await answers_about(handler, write_embeddings(tmp_path, "e.pt", 3))
     await handler.close()
 
 

@@ -353,7 +353,7 @@ async def test_an_engine_that_fails_in_decode_leaves_nothing(both: Pair) -> None
 async def test_an_engine_that_refuses_the_request_leaves_nothing(both: Pair) -> None:
     raw = raw_request(*PROMPT, stop=LONG)
     reply = await both.prefilled(raw)
-    both.engine._script = type(both.engine._script)(context_length=3)
+    both.engine.fail_decode = ClientFault("the prompt has 3 tokens")
     with pytest.raises(ClientFault, match="the prompt has 3 tokens"):
         await collect(both.decoded(raw, reply))
     both.assert_nothing_held()

@@ -32,7 +32,14 @@ from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, StartupE
 from dynamo.trtllm.frontend.endpoint import EndpointServer
 from dynamo.trtllm.service import presence, runtime
 from dynamo.trtllm.service.metrics_page import MetricsPage
-from dynamo.trtllm.service.runtime import Service, health_check_payload, model_type, needs, runtime_config
+from dynamo.trtllm.service.runtime import (
+    Pace,
+    Service,
+    health_check_payload,
+    model_type,
+    needs,
+    runtime_config,
+)
 from fakes import FakeContext, FakeSender, collect, outcome, until
 
 INFO = EngineInfo(
@@ -118,7 +125,7 @@ class World:
         config = WorkerConfig(role=role, model=model or ModelConfig(served_names=("m", "alias")))
         self.config = replace(config, engine=replace(config.engine, model_path="/models/m"))
         fake: Any = self.runtime
-        self.service = Service(fake, self.config, self.engine, INFO)
+        self.service = Service(fake, self.config, self.engine, INFO, Pace(health_s=0.0, cancel_s=0.001))
         self.server = EndpointServer(NoHandler(), on_dead=self.service.died)
         self.registered: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -159,8 +166,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(runtime, "register_model", made.register)
     monkeypatch.setattr(runtime, "graceful_shutdown_with_discovery", made.leave)
     monkeypatch.setattr(MetricsPage, "expose", lambda self, endpoint, config: made.steps.append("metrics"))
-    monkeypatch.setattr(runtime, "_HEALTH_INTERVAL_S", 0.0)
-    monkeypatch.setattr(runtime, "_CANCEL_INTERVAL_S", 0.001)
     monkeypatch.setattr(runtime, "exit_after", made.last_resorts_s.append)
     for name in ("LOOK_S", "CARD_PAUSE_S"):
         monkeypatch.setattr(presence, name, 0.001)
@@ -184,7 +189,7 @@ async def test_a_worker_registers_its_model_and_serves_it_with_a_canary(world: W
     assert world.runtime.made.options["health_check_payload"] == health_check_payload(RuntimeConfig())
     assert world.runtime.made.options["metrics_labels"] == [("model", "m")]
     assert (world.service.instance_id, world.runtime.names) == (7, ["dyn://dynamo.tensorrt_llm.generate"])
-    world.service._on_signal()
+    signal.raise_signal(signal.SIGTERM)
     assert await running == 0
 
 
@@ -203,14 +208,13 @@ async def test_a_signal_drains_and_only_then_refuses_requests_and_leaves(
 
 @pytest.mark.asyncio
 async def test_draining_waits_for_requests_in_flight(world: World) -> None:
-    running = world.run()
-    await world.runtime.made.served.wait()
-    world.server._idle.clear()
-    world.service._on_signal()
+    (asked,) = await ask_waiting(world, 1)
+    signal.raise_signal(signal.SIGTERM)
     await until(lambda: bool(world.grace_s))
     assert world.steps == ["metrics", "registered"]
-    world.server._idle.set()
-    assert await running == 0
+    asked.cancel()
+    assert await world.running == 0
+    assert world.steps[2:] == ["drained, accepting=True", "left, accepting=False"]
 
 
 @pytest.mark.asyncio
@@ -324,7 +328,7 @@ async def test_a_worker_that_discovery_has_lost_registers_its_card_and_its_insta
     assert world.registered is not None
     again = world.registered[1]
     assert (again["runtime_config"], again["needs"]) == (first["runtime_config"], first["needs"])
-    world.service._on_signal()
+    signal.raise_signal(signal.SIGTERM)
     assert await running == 0
 
 
@@ -362,14 +366,15 @@ async def test_a_second_signal_exits_at_once(world: World, monkeypatch: pytest.M
     codes: list[int] = []
     monkeypatch.setattr(runtime.os, "_exit", codes.append)
     monkeypatch.setattr(runtime.logging, "shutdown", lambda: None)
-    running = world.run()
-    await world.runtime.made.served.wait()
-    world.server._idle.clear()
-    world.service._on_signal()
-    world.service._on_signal()
+    await ask_waiting(world, 1)
+    signal.raise_signal(signal.SIGTERM)
+    await until(lambda: bool(world.grace_s))
+    assert codes == []
+    signal.raise_signal(signal.SIGTERM)
+    await until(lambda: bool(codes))
     assert codes == [70]
-    world.server._idle.set()
-    await running
+    world.server.end_all(ShuttingDown("the end of the test"))
+    await world.running
 
 
 @pytest.mark.asyncio

@@ -71,13 +71,21 @@ _Key = tuple[str, Source]
 class MediaLoader:
     """Loads the parts of requests. Shared by requests: the fetcher with its bounds, and the cache."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, config: MediaConfig, modality: Modality) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        config: MediaConfig,
+        modality: Modality,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        """`fetcher` is what reads sources, by default one of its own; it is closed with the loader."""
         self._engine = engine
         self._takes = info.media
         self._kinds = [KINDS[name] for name in info.media if name in KINDS]
         self._config = config
         self._modality = modality
-        self._fetcher = Fetcher(config)
+        self._fetcher = fetcher or Fetcher(config)
         self._uuids = Uuids()
         self._cache: ContentCache[MediaItem] = ContentCache(config.cache_bytes, nbytes)
         if modality is Modality.MULTIMODAL:

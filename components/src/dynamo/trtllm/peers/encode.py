@@ -1,18 +1,13 @@
 """Media items from encode workers: choose an instance, ask it, and read the embeddings that it offers.
 
-The instance for an item is chosen by rendezvous hash of the item's reference, so that one image is encoded
-once in a cluster; the next one in its order serves when the first is gone or has too much to do.
+Which instance is asked for an item is `placement`'s choice.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig, PeerConfig
@@ -27,20 +22,16 @@ from dynamo.trtllm.multimodal.parts import MediaPart, at_part, reference_of
 from dynamo.trtllm.multimodal.uuids import TWO_CONTENTS
 from dynamo.trtllm.peers.client import PeerClient, first_answer
 from dynamo.trtllm.peers.messages import EncodeReply, EncodeRequest
+from dynamo.trtllm.peers.placement import Placement
 from dynamo.trtllm.stages import measured
 from dynamo.trtllm.transfer.port import Transfer
 
 logger = logging.getLogger(__name__)
 
-_SPARE_LOAD = 4
-_HASHED_ENDS = 4096
-"""Characters at both ends of a reference that choose its instance;
-a long data URL would hold up the event loop."""
-
 
 class RemoteEncoder:
     """Loads parts through encode workers. Shared by requests:
-    the load counters and the cache of what was read.
+    the calls under way and the cache of what was read.
 
     `fallback` loads here while no encode worker lives or is reachable; None answers 503 instead.
     """
@@ -58,7 +49,7 @@ class RemoteEncoder:
         self._timeout_s = peers.timeout_s
         self._media = media
         self._fallback = fallback
-        self._load: Counter[int] = Counter()
+        self._placement = Placement()
         self._cache: ContentCache[MediaItem] = ContentCache(media.cache_bytes, nbytes)
         self._retries = 0
 
@@ -81,7 +72,7 @@ class RemoteEncoder:
     def stats(self) -> metrics.Readings:
         calls: metrics.Readings = {
             metrics.ENCODE_RETRIES: self._retries,
-            metrics.INFLIGHT_ENCODE_CALLS: sum(self._load.values()),
+            metrics.INFLIGHT_ENCODE_CALLS: self._placement.calls,
         }
         here = self._fallback.stats() if self._fallback is not None else {}
         return metrics.merged(self._cache.stats(), calls, here)
@@ -115,10 +106,11 @@ class RemoteEncoder:
         """Ask the chosen instance, and another one when that is dead or late."""
 
         async def ask(instance: int, seconds: float) -> MediaItem:
-            with self._counted(instance):
+            with self._placement.call(instance):
                 return await self._ask(instance, part, budget, context, seconds)
 
-        return await first_answer("encode", self._candidates(part), self._timeout_s, ask, self._count_retry)
+        order = self._placement.order(self._client.instances(), part)
+        return await first_answer("encode", order, self._timeout_s, ask, self._count_retry)
 
     def _count_retry(self) -> None:
         self._retries += 1
@@ -157,34 +149,6 @@ class RemoteEncoder:
         with measured(Stage.EMBEDDING_HANDOVER):
             received = await self._transfer.fetch(reply.transfer, max(timeout_s, 0.001), copy=True)
         return EncodedMedia(reply.kind, reply.digest, received.tensors, reply.token_ids, reply.extras)
-
-    def _candidates(self, part: MediaPart) -> list[int]:
-        """Live instances, best first: by rendezvous hash, those that carry much more than their share last.
-
-        What has a uuid goes by that and nothing else, since a later request
-        with the uuid alone has to find the same instance.
-        """
-        instances = self._client.instances()
-        reference = part.url if part.uuid is None else json.dumps([part.tenant, part.kind, part.uuid])
-        ends = f"{len(reference)} {reference[:_HASHED_ENDS]} {reference[-_HASHED_ENDS:]}"
-        digest = hashlib.sha256(ends.encode(errors="surrogatepass")).digest()
-        ranked = sorted(
-            instances, key=lambda each: hashlib.sha256(digest + each.to_bytes(8, "little")).digest()
-        )
-        if part.uuid is not None:
-            return ranked
-        share = sum(self._load[each] for each in instances) / max(1, len(instances))
-        return sorted(ranked, key=lambda each: self._load[each] > 2 * share + _SPARE_LOAD)
-
-    @contextmanager
-    def _counted(self, instance: int) -> Iterator[None]:
-        self._load[instance] += 1
-        try:
-            yield
-        finally:
-            self._load[instance] -= 1
-            if not self._load[instance]:
-                del self._load[instance]
 
 
 _Key = tuple[str, str, str | None]

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo.common.token_budget import TokenBudget, publish_token_budget
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_SECOND_SIGNAL = 70
-_HEALTH_INTERVAL_S = 0.5
 _LEAST_TO_LEAVE_S = 3.0
 """What the end gets after the engine's death, where the grace is shorter."""
 _DRAIN_AND_CLOSE_S = 60.0
@@ -43,7 +43,6 @@ _DRAIN_AND_CLOSE_S = 60.0
 _SHOWING_BACKENDS = ("file", "etcd", "mem")
 """Kinds of discovery in which a worker was seen to find itself; Kubernetes was not tried."""
 _CANCELS = 3
-_CANCEL_INTERVAL_S = 0.2
 
 _WORKER_TYPES = {
     Role.AGGREGATED: WorkerType.Aggregated,
@@ -51,6 +50,16 @@ _WORKER_TYPES = {
     Role.DECODE: WorkerType.Decode,
     Role.ENCODE: WorkerType.Encode,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How often a service looks and tries."""
+
+    health_s: float = 0.5
+    """Seconds between two looks at the engine's health."""
+    cancel_s: float = 0.2
+    """Seconds that requests get to end in after each time they are cancelled."""
 
 
 def connect(config: RuntimeConfig) -> DistributedRuntime:
@@ -86,9 +95,15 @@ class Service:
     """
 
     def __init__(
-        self, runtime: DistributedRuntime, config: WorkerConfig, engine: Engine, info: EngineInfo
+        self,
+        runtime: DistributedRuntime,
+        config: WorkerConfig,
+        engine: Engine,
+        info: EngineInfo,
+        pace: Pace = Pace(),
     ) -> None:
         self._runtime = runtime
+        self._pace = pace
         self._config = config
         self._engine = engine
         self._info = info
@@ -231,7 +246,7 @@ class Service:
 
     async def _watch_health(self) -> None:
         while True:
-            await asyncio.sleep(_HEALTH_INTERVAL_S)
+            await asyncio.sleep(self._pace.health_s)
             try:
                 await self._check_health()
             except WorkerDead as error:
@@ -282,7 +297,7 @@ class Service:
         give other workers half of the grace to read what is held."""
         for _ in range(_CANCELS):
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._server.drained(), _CANCEL_INTERVAL_S)
+                await asyncio.wait_for(self._server.drained(), self._pace.cancel_s)
                 break
             self._server.end_all(death)
         with suppress(asyncio.TimeoutError):
