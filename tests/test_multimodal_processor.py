@@ -31,6 +31,7 @@ from fakes import FakeContext, raw_request
 from media_parts import IMAGE_TOKENS, PLACEHOLDER, GatedEngine, loader_over, png_url, write_embeddings
 
 CLIP_PLACEHOLDER = 8
+UNSEEN = "without other media beside it no worker gets input_audio: send it as audio_url, with a data URL"
 
 
 class Source:
@@ -145,7 +146,7 @@ async def test_placeholders_and_images_must_be_as_many(
     )
     assert caught.value.message == (
         f"the prompt has {places} image placeholders for {len(urls)} image parts; "
-        f"{literal if places else missing}"
+        f"{(literal if urls else f'{literal}; {UNSEEN}') if places else missing}"
     )
     assert source.asked == []
 
@@ -181,8 +182,7 @@ async def test_a_placeholder_of_a_part_that_no_worker_gets_is_explained() -> Non
         await MultimodalProcessor(hearing, Source()).prepare(asked)
     assert caught.value.message == (
         "the prompt has 1 audio placeholders for 0 audio parts; "
-        "the text must not contain the model's placeholder; without other media beside it "
-    "no worker gets input_audio: send it as audio_url, with a data URL"
+        f"the text must not contain the model's placeholder; {UNSEEN}"
     )
 
 

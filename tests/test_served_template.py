@@ -67,11 +67,10 @@ def test_all_else_reaches_the_template_as_before(turns: list[dict[str, Any]], tm
         assert rendered(given, asked) == rendered(template, asked)
 
 
-def test_a_template_that_knows_spoken_parts_and_a_model_without_audio_are_left_alone(
+def test_a_template_that_knows_spoken_parts_and_a_model_without_media_are_left_alone(
     own: str, tmp_path: Path
 ) -> None:
     assert served(tmp_path, own, ()) is None
-    assert served(tmp_path, own, ("image", "video")) is None
     assert served(tmp_path, own + "{# input_audio #}", ("audio",)) is None
 
 
@@ -80,5 +79,25 @@ def test_a_template_of_the_operators_own_is_treated_alike(own: str, tmp_path: Pa
     file.write_text("operator's {{ messages[0].content[0].type }}")
     given = served(tmp_path, own, ("audio",), str(file))
     assert given is not None
-    assert rendered(given, [{"role": "user", "content": [SPOKEN]}]) == "operator's audio_url"
-    assert served(tmp_path, own, ("image",), str(file)) == file.read_text()
+    assert rendered(given, [{"role": "user", "content": [SPOKEN]}]) == "operator's audio"
+    assert served(tmp_path, own, (), str(file)) == file.read_text()
+
+
+def test_a_model_without_audio_misses_an_item_of_what_it_takes(tmp_path: Path) -> None:
+    template = "{% for part in messages[0].content %}{{ part.type }} {{ 'image_url' in part }};{% endfor %}"
+    given = served(tmp_path, template, ("image", "video"))
+    assert given is not None
+    text = {"type": "text", "text": "a"}
+    assert rendered(given, [{"role": "user", "content": [text, SPOKEN]}]) == "text False;image True;"
+
+
+def test_so_many_parts_that_growing_a_list_of_them_would_hold_up_the_frontend_are_refused(
+    own: str, tmp_path: Path
+) -> None:
+    given = served(tmp_path, own, ("audio",))
+    assert given is not None
+    text = {"type": "text", "text": "a"}
+    many: list[dict[str, Any]] = [{"role": "user", "content": [text] * 3000}]
+    assert rendered(given, many) == rendered(own, many)
+    with pytest.raises(Exception, match="too many messages and parts"):
+        rendered(given, [*many, {"role": "user", "content": [SPOKEN]}])

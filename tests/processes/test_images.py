@@ -306,6 +306,9 @@ def test_sound_beside_an_image_is_refused_by_name_and_place(
     answer = cluster.chat(content, max_tokens=4)
     words = "audio 1: the model demo takes no audio on this worker; it takes images and videos only"
     assert (answer.status, answer.message) == (400, words)
+    alone = cluster.chat([content[0], sound], max_tokens=4)
+    unseen = "without other media beside it no worker gets input_audio: send it as audio_url, with a data URL"
+    assert (alone.status, alone.message.partition("placeholder; ")[2]) == (400, unseen)
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "audio": {"id": "audio_1"}}]
     spoken = cluster.chat(None, messages=[*turns, {"role": "user", "content": content[:2]}], max_tokens=4)
     assert (spoken.status, spoken.message.partition(";")[0]) == (

@@ -375,6 +375,28 @@ def test_other_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.runtime.enable_local_indexer, invocation.notes) == (False, ())
 
 
+@pytest.mark.parametrize(
+    ("backend", "variables", "expected"),
+    [
+        ("file", {}, True),
+        ("mem", {}, True),
+        ("etcd", {}, False),
+        ("etcd", {"DYN_SYSTEM_PORT": "-1"}, False),
+        ("etcd", {"DYN_SYSTEM_PORT": "9090"}, True),
+        ("kubernetes", {"DYN_SYSTEM_PORT": "9090"}, True),
+        ("etcd", {"DYN_SYSTEM_PORT": "9090", "DYN_SELF_HOST_METADATA": "false"}, False),
+    ],
+)
+def test_a_frontend_gets_a_workers_files_on_one_machine_or_from_its_status_port(
+    backend: str, variables: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DYN_SYSTEM_PORT", "DYN_SELF_HOST_METADATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert parse_args(["--discovery-backend", backend]).runtime.hands_files_over is expected
+
+
 RUST_SIDE = [
     (["--engine-request-limit", "9"], {"DYN_ENGINE_REQUEST_LIMIT": "9"}),
     (["--response-plane", "quic"], {"DYN_RESPONSE_PLANE": "quic"}),

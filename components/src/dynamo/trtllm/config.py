@@ -73,6 +73,8 @@ class RuntimeConfig:
     health_check_payload: Mapping[str, Any] | None = None
     """Replaces the role's own payload for the health canary."""
     dump_config_to: str | None = None
+    hands_files_over: bool = False
+    """Frontends get files that this worker writes: from the same machine's disk, or from its status port."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables that Dynamo's Rust side reads, to be set before joining it (None: to be unset)."""
 

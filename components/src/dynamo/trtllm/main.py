@@ -88,7 +88,8 @@ async def serve(config: WorkerConfig) -> int:
         starting = time.monotonic()
         info = await engine.start()
         load_time_s = time.monotonic() - starting
-        model = with_served_template(config.model, config.engine.model_path, info.media)
+        kinds = info.media if config.runtime.hands_files_over else ()
+        model = with_served_template(config.model, config.engine.model_path, kinds)
         config = replace(config, model=model)
         runtime = connect(config.runtime)
         stack.callback(runtime.shutdown)

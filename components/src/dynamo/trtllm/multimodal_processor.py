@@ -21,6 +21,13 @@ from dynamo.trtllm.multimodal.options import options_by_kind
 from dynamo.trtllm.multimodal.parts import MediaPart
 from dynamo.trtllm.stages import measured
 
+_UNSEEN = "; ".join(
+    f"without other media beside it no worker gets {part}: send it as {kind.part_type}, with a data URL"
+    for kind in KINDS.values()
+    for part in kind.message_parts
+)
+"""What a placeholder may stand for that `served_template` has written for a part which the frontend drops."""
+
 
 class MediaSource(Protocol):
     """Where media items come from: this worker itself, or an encode worker."""
@@ -55,7 +62,7 @@ class MultimodalProcessor:
         self._require_taken(request)
         given = [part.kind for part in request.media]
         for kind, count in places.items():
-            _check_places(kind, count, given.count(kind))
+            _check_places(kind, count, given.count(kind), alone=not given)
         parts = request.media
         if request.processor_options:
             options = options_by_kind(request.processor_options, self._info.media)
@@ -118,13 +125,13 @@ def expand(
     return Prompt(tuple(ids), tuple(placed), text)
 
 
-def _check_places(kind: str, places: int, items: int) -> None:
+def _check_places(kind: str, places: int, items: int, *, alone: bool) -> None:
+    """`alone`: the request holds no media that a worker could see."""
     if places == items:
         return
     why = "the text must not contain the model's placeholder"
     if places < items:
         why = "the model's chat template has to write one for each"
-    elif not items and kind in KINDS and KINDS[kind].message_parts:
-        part, other = in_words(KINDS[kind].message_parts, "or"), KINDS[kind].part_type
-        why += f"; without other media beside it no worker gets {part}: send it as {other}, with a data URL"
+    elif alone:
+        why += f"; {_UNSEEN}"
     raise ClientFault(f"the prompt has {places} {kind} placeholders for {items} {kind} parts; {why}")

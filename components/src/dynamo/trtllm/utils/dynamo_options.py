@@ -124,8 +124,18 @@ def runtime_layer(role: Role, options: DynamoOptions, settings: Settings) -> Run
         kv_state_endpoint=values.kv_state_endpoint,
         health_check_payload=_health_check_payload(values.health_check_payload),
         dump_config_to=_dump_file(values.dump_config_to),
+        hands_files_over=_hands_files_over(values.discovery_backend),
         environment=options.environment,
     )
+
+
+def _hands_files_over(discovery_backend: str) -> bool:
+    """Discovery by a directory or within a process is for one machine. Else a worker's files reach a frontend
+    by the worker's status port alone (`DYN_SELF_HOST_METADATA`, on by default in Dynamo 1.6.1)."""
+    if discovery_backend in ("file", "mem"):
+        return True
+    has_port = os.environ.get("DYN_SYSTEM_PORT", "").strip() not in ("", "-1")
+    return has_port and truth_of(os.environ, "DYN_SELF_HOST_METADATA", True)
 
 
 def _endpoint(role: Role, values: Any) -> str:
