@@ -244,6 +244,7 @@ class Cluster:
             "DYN_LOG": "info",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self.directory),  # where a killed process leaves its files behind
             **self._env,
             **(env or {}),
         }

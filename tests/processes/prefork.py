@@ -178,6 +178,7 @@ def _become(words: list[str], environment: dict[str, Any], log: str) -> None:
     os.close(nothing)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # that of this environment, and not of the process that was forked
     folders = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[1:] = [*folders, *(folder for folder in sys.path[1:] if folder not in folders)]
     if words[0] == "-m":
