@@ -1,5 +1,4 @@
-"""The declarations of all metrics, against Prometheus' rules,
-Dynamo's names, README and the other modules."""
+"""The declarations of all metrics, against Prometheus' rules, Dynamo's names and README."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import dynamo.trtllm as package
 from dynamo import prometheus_names as theirs
 from dynamo.trtllm import metrics
 from dynamo.trtllm.metrics import METRICS, Counter, Gauge, Metric
 
-SOURCES = Path(package.__file__).parent
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -35,14 +32,6 @@ def test_a_metric_is_named_by_prometheus_rules_and_explained(metric: Metric) -> 
     assert re.fullmatch(r"[A-Z].+\.", metric.help)
     assert metric.roles
     assert isinstance(metric, (Counter, Gauge, metrics.Histogram))
-
-
-@pytest.mark.parametrize("metric", METRICS, ids=name_of)
-def test_the_name_of_a_metric_stands_in_one_module(metric: Metric) -> None:
-    short = metric.name.removeprefix("dynamo_trtllm_").removeprefix("dynamo_component_")
-    literal = re.compile(rf"[\"'](dynamo_(trtllm|component)_)?{short}[\"']")
-    holding = [path.name for path in SOURCES.rglob("*.py") if literal.search(path.read_text())]
-    assert holding == ["metrics.py"]
 
 
 def test_what_dynamo_has_a_name_for_has_dynamos_name() -> None:

@@ -194,14 +194,14 @@ async def test_an_iterator_that_ends_or_is_not_ready_is_asked_again() -> None:
 @pytest.mark.asyncio
 async def test_a_bad_event_does_not_end_the_loop() -> None:
     good = asyncio.Event()
-    calls: list[int] = []
+    taken: list[Any] = []
 
     async def one() -> Any:
         yield {"n": 1}
 
     def take(item: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
+        taken.append(item)
+        if len(taken) == 1:
             raise ValueError("bad event")
         good.set()
 
@@ -210,6 +210,7 @@ async def test_a_bad_event_does_not_end_the_loop() -> None:
     task = asyncio.create_task(events.follow(lambda timeout: one(), first, take))
     await asyncio.wait_for(good.wait(), 5)
     task.cancel()
+    assert taken[:2] == [{"n": 1}, {"n": 1}]
 
 
 @pytest.mark.asyncio

@@ -84,6 +84,7 @@ def test_a_step_that_was_not_ended_is_written_over() -> None:
     cache.begin_step()
     cache.update(torch.full((1, 2, 1, 3), 99.0), torch.full((1, 2, 1, 5), 99.0), 0)
     _step(cache, rows, [4])
+    assert (cache.length(0), rows) == (4, [[1, 2, 3, 4]])
 
 
 def test_storage_stays_bounded_while_requests_come_and_go_without_a_pause() -> None:

@@ -653,7 +653,9 @@ async def test_closing_in_the_moment_of_a_change_ends(kind: str) -> None:
 
 @pytest.mark.asyncio
 async def test_closing_before_starting_is_fine(kind: str) -> None:
-    await PooledTransfer(create_transport(kind), pool_bytes=POOL_BYTES).close()
+    transfer = PooledTransfer(create_transport(kind), pool_bytes=POOL_BYTES)
+    await transfer.close()
+    assert (transfer.stats().pool_bytes, transfer.stats().open_offers) == (0, 0)
 
 
 @pytest.mark.asyncio
