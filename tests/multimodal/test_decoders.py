@@ -20,7 +20,7 @@ from dynamo.trtllm import metrics
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedImage
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault
-from dynamo.trtllm.multimodal.decode import BROKEN, check_header, decode
+from dynamo.trtllm.multimodal.decode import BROKEN, decode, size_of
 from dynamo.trtllm.multimodal.decoders import SMALL_PIXELS, decode_apart
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
@@ -33,8 +33,8 @@ PASSES = 150
 
 
 def pixels_of(data: bytes) -> int:
-    header = check_header(data, CONFIG)
-    return header.width * header.height
+    width, height = size_of(data, CONFIG)
+    return width * height
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -144,14 +144,11 @@ async def test_refusals_come_back_in_the_same_words(
     ids=["jpeg", "png", "tiff"],
 )
 async def test_what_takes_longer_than_the_limit_is_refused_and_the_next_image_decoded(data: bytes) -> None:
-    header = check_header(data, CONFIG)
+    width, height = size_of(data, CONFIG)
     with pytest.raises(LimitFault) as caught:
-        await decode_apart(data, header.width * header.height, replace(CONFIG, decode_timeout_s=0.01))
+        await decode_apart(data, width * height, replace(CONFIG, decode_timeout_s=0.01))
     assert caught.value.message == "decoding the image takes longer than this worker's limit of 0.01 s"
-    assert (await decode_apart(data, header.width * header.height, CONFIG)).size == (
-        header.width,
-        header.height,
-    )
+    assert (await decode_apart(data, width * height, CONFIG)).size == (width, height)
 
 
 def load(loader: MediaLoader, directory: Path, shade: int) -> asyncio.Task[Any]:
@@ -231,12 +228,12 @@ def test_decoders_end_with_the_worker_even_when_it_is_killed(busy: bool, tmp_pat
     code = f"""
 import asyncio, os, signal
 from dynamo.trtllm.config import MediaConfig
-from dynamo.trtllm.multimodal.decode import check_header
+from dynamo.trtllm.multimodal.decode import size_of
 from dynamo.trtllm.multimodal.decoders import decode_apart
 data = open({str(picture)!r}, "rb").read()
 async def main():
-    header = check_header(data, MediaConfig())
-    pixels = header.width * header.height
+    width, height = size_of(data, MediaConfig())
+    pixels = width * height
     job = asyncio.create_task(decode_apart(data, pixels, MediaConfig(decode_timeout_s=1.0)))
     if not {busy}:
         await job

@@ -12,10 +12,10 @@ import math
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dynamo.trtllm.core import (
     LARGEST_INT32,
@@ -200,13 +200,6 @@ def _guided(name: str, raw: Any) -> GuidedDecoding | None:
     return GuidedDecoding(**known) if known else None
 
 
-class _Sent(NamedTuple):
-    """A part as a client wrote it: what it refers to, and the client's own name for that."""
-
-    url: Any
-    uuid: str | None
-
-
 def _media(
     raw: Mapping[str, Any], data: Mapping[str, Any], messages: Any, tenant: str | None
 ) -> tuple[MediaPart, ...]:
@@ -223,24 +216,26 @@ def _media(
     for kind in KINDS.values():
         names = itertools.chain(_optional(_list, uuids, kind.part_type) or (), itertools.repeat(None))
         items = enumerate(_optional(_list, data, kind.part_type) or (), 1)
-        sent = [_sent(kind, at, item, uuid) for (at, item), uuid in zip(items, names, strict=False)]
-        if kind.message_parts:
-            sent = _with_message_parts(kind, sent, messages)
-        parts += [MediaPart(at, kind.name, each.url, each.uuid, tenant) for at, each in enumerate(sent, 1)]
+        sent = [
+            _part(MediaPart(at, kind.name, "", None, tenant), item, uuid)
+            for (at, item), uuid in zip(items, names, strict=False)
+        ]
+        parts += _with_message_parts(kind, sent, messages, tenant) if kind.message_parts else sent
     return tuple(parts)
 
 
-def _sent(kind: MediaKind, position: int, item: Any, uuid: Any) -> _Sent:
-    """A part from the frontend's dict: `{"Url": ...}`, or `{"UuidOnly":
-    ...}` where the client sent no URL."""
-    with at_part(MediaPart(position, kind.name, "")):
+def _part(place: MediaPart, item: Any, uuid: Any) -> MediaPart:
+    """The part in `place`, from the frontend's dict: `{"Url": ...}`, or `{"UuidOnly": ...}` where the client
+    sent no URL."""
+    with at_part(place):
         if not isinstance(item, Mapping):
-            return _Sent(item, _uuid(uuid))
+            return replace(place, url=item, uuid=_uuid(uuid))
         if "UuidOnly" in item:
-            return _Sent("", _uuid(item["UuidOnly"]))
+            return replace(place, uuid=_uuid(item["UuidOnly"]))
         if item.get("Url") is None and "Decoded" in item:
             raise ClientFault("media decoded by the frontend is not supported; send its URL")
-        return _Sent(item.get("Url"), _uuid(uuid))
+        url: Any = item.get("Url")  # what is no text is refused with the part's other faults
+        return replace(place, url=url, uuid=_uuid(uuid))
 
 
 def _uuid(value: Any) -> str | None:
@@ -249,20 +244,24 @@ def _uuid(value: Any) -> str | None:
     return value
 
 
-def _with_message_parts(kind: MediaKind, given: Sequence[_Sent], messages: Any) -> list[_Sent]:
+def _with_message_parts(
+    kind: MediaKind, given: Sequence[MediaPart], messages: Any, tenant: str | None
+) -> list[MediaPart]:
     """`given`, and the parts of `kind` that are in the messages alone, in the order of the messages."""
-    sent: list[_Sent] = []
+    sent: list[MediaPart] = []
     waiting = iter(given)
     for message in messages or ():
         content = message.get("content")
         for part in content if isinstance(content, (list, tuple)) else ():
             name = str(part.get("type")) if isinstance(part, Mapping) else ""
             if name in kind.message_parts:
-                with at_part(MediaPart(len(sent) + 1, kind.name, "")):
-                    sent.append(_Sent(kind.message_parts[name](part), _uuid(part.get("uuid"))))
+                place = MediaPart(len(sent) + 1, kind.name, "", None, tenant)
+                with at_part(place):
+                    url, uuid = kind.message_parts[name](part), _uuid(part.get("uuid"))
+                    sent.append(replace(place, url=url, uuid=uuid))
             elif name == kind.part_type:
                 sent += itertools.islice(waiting, 1)
-    return [*sent, *waiting]
+    return [replace(part, position=at) for at, part in enumerate([*sent, *waiting], 1)]
 
 
 def prompt_ids(raw: Any) -> tuple[int, ...]:

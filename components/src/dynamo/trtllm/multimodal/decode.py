@@ -73,27 +73,20 @@ _SWAPPING = frozenset(_UPRIGHT[orientation] for orientation in (5, 6, 7, 8))
 _PILLOW_MODULES = r"PIL\."
 
 
-@dataclass(frozen=True)
-class ImageHeader:
-    """What an image says about itself before it is decoded; sizes in pixels, of the upright image."""
-
-    format: str
-    width: int
-    height: int
-
-
 def digest_of(data: bytes) -> str:
     """The name of a content: SHA-256, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def check_header(data: bytes, config: MediaConfig) -> ImageHeader:
-    """Read format and size. Raises `ClientFault` for another type, a damaged header or more than
+def size_of(data: bytes, config: MediaConfig) -> tuple[int, int]:
+    """Width and height in pixels of the upright image, read from its header.
+
+    Raises `ClientFault` for another type or a damaged header, and `LimitFault` for more than
     `max_image_pixels`.
     """
-    kind, scan = _scan(data, config)
+    scan = _scan(data, config)[1]
     swapped = _UPRIGHT.get(scan.orientation) in _SWAPPING
-    return ImageHeader(kind, *((scan.height, scan.width) if swapped else (scan.width, scan.height)))
+    return (scan.height, scan.width) if swapped else (scan.width, scan.height)
 
 
 def decode(data: bytes, config: MediaConfig) -> Image.Image:

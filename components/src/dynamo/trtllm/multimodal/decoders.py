@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -46,32 +45,15 @@ _PATIENCE = 3
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
-@dataclass(frozen=True)
-class Work(Generic[T]):
-    """One file to decode. `message` says to `decoder_process` how;
-    `receive` makes the result of the answer and the descriptor that comes with it, and closes that.
-    """
-
-    lane: Lane
-    noun: str
-    """What a client calls it: image, video, sound."""
-    data: bytes
-    message: Mapping[str, Any]
-    limit_s: float
-    """Processor time that it may take."""
-    receive: Callable[[Mapping[str, Any], int], T]
-
-
 async def run_apart(work: Work[T]) -> T:
     """Do `work` in a process that ends when the caller is cancelled.
 
     Raises `ClientFault`, `LimitFault` also after `limit_s`, and `Overloaded` when memory runs out.
     """
-    job = _Job(work)
     try:
-        return await asyncio.get_running_loop().run_in_executor(_threads_of(work.lane), job.run)
+        return await asyncio.get_running_loop().run_in_executor(_threads_of(work.lane), work.run)
     except asyncio.CancelledError:
-        job.abandon()
+        work.abandon()
         raise
 
 
@@ -202,11 +184,28 @@ def _replace_decoder() -> int:
     return status
 
 
-class _Job(Generic[T]):
-    """One piece of work. The thread that runs it and the caller that abandons it share `_decoder`."""
+class Work(Generic[T]):
+    """One file to decode. The thread that runs it and the caller that abandons it share `_decoder`."""
 
-    def __init__(self, work: Work[T]) -> None:
-        self._work = work
+    def __init__(
+        self,
+        lane: Lane,
+        noun: str,
+        data: bytes,
+        message: Mapping[str, Any],
+        limit_s: float,
+        receive: Callable[[Mapping[str, Any], int], T],
+    ) -> None:
+        """`noun` is what a client calls it: image, video, sound. `message` says to `decoder_process` how to
+        decode, in at most `limit_s` of processor time. `receive` makes the result of the answer and the
+        descriptor that comes with it, and closes that.
+        """
+        self.lane = lane
+        self._noun = noun
+        self._data = data
+        self._message = {**message, "processor_s": limit_s}
+        self._limit_s = limit_s
+        self._receive = receive
         self._lock = threading.Lock()
         self._decoder: _Decoder | None = None
         self._abandoned = False
@@ -220,27 +219,25 @@ class _Job(Generic[T]):
 
     def run(self) -> T:
         """Decode in the calling thread's process."""
-        with _counted(self._work.lane):
+        with _counted(self.lane):
             return self._run()
 
     def _run(self) -> T:
-        work = self._work
         decoder = _own_decoder()
         with self._lock:
             if self._abandoned:
                 raise _Ended
             self._decoder = decoder
         try:
-            message = {**work.message, "processor_s": work.limit_s}
-            answer, descriptors = decoder.ask(message, work.data, _PATIENCE * work.limit_s)
+            answer, descriptors = decoder.ask(self._message, self._data, _PATIENCE * self._limit_s)
         except (_Ended, TimeoutError) as error:
             self._release()
             late = not isinstance(error, _Ended)
             raise self._fault_of(_replace_decoder(), late) from error
         killed = self._release()
         try:
-            _require_result(answer, work.noun)
-            return work.receive(answer, descriptors[0])
+            _require_result(answer, self._noun)
+            return self._receive(answer, descriptors[0])
         finally:
             if killed or answer["last"]:
                 _replace_decoder()
@@ -252,7 +249,7 @@ class _Job(Generic[T]):
             return self._abandoned
 
     def _fault_of(self, status: int, late: bool) -> Exception:
-        noun, limit_s = self._work.noun, self._work.limit_s
+        noun, limit_s = self._noun, self._limit_s
         if late or status == -signal.SIGPROF:
             return LimitFault(f"decoding the {noun} takes longer than this worker's limit of {limit_s:g} s")
         if -status in _CRASHES:

@@ -8,7 +8,7 @@ from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.core import DecodedImage, MediaShape
 from dynamo.trtllm.metrics import Readings
 from dynamo.trtllm.multimodal import decoders
-from dynamo.trtllm.multimodal.decode import check_header
+from dynamo.trtllm.multimodal.decode import size_of
 from dynamo.trtllm.multimodal.kinds.kind import MediaKind
 
 
@@ -22,8 +22,7 @@ class ImageKind(MediaKind):
     embedding_files = True
 
     def inspect(self, data: bytes, rule: Any, config: MediaConfig) -> MediaShape:
-        header = check_header(data, config)
-        return MediaShape(self.name, (header.width, header.height))
+        return MediaShape(self.name, size_of(data, config))
 
     async def decode(
         self, data: bytes, digest: str, shape: MediaShape | None, rule: Any, config: MediaConfig
