@@ -263,13 +263,13 @@ def main() -> int:
     console.print(table(rounds, options))
     bars = [
         report.Bar(
-            "p99 of a text request, under the flood over alone",
+            "99th percentile of a text request's time under the flood, as a multiple of that without it",
             ratios_of(rounds, lambda phase: phase.requests_s),
             MOST_RATIO,
             at_least=False,
         ),
         report.Bar(
-            "p99 of a gap between its tokens, the same",
+            "99th percentile of the gaps between its tokens, likewise",
             ratios_of(rounds, lambda phase: phase.gaps_s),
             MOST_RATIO,
             at_least=False,

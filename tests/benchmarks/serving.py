@@ -114,13 +114,16 @@ def engine_table(rounds: Rounds, concurrency: int) -> Table:
 
 def engine_bars(rounds: Rounds, concurrency: int) -> list[report.Bar]:
     generate, one, many, guided = (column(rounds, "tokens_per_s", name) for name in ENGINE_SIDES)
-    per_token = f"time per token with a JSON schema over that without, {concurrency} at once"
+    per_token = f"time per token with a JSON schema, as a multiple of that without, {concurrency} at once"
     return [
         report.Bar(
-            "one request, tokens/s over generate's", report.ratios(one, generate), ONE_LIMIT, at_least=True
+            "tokens per second of one request, as a multiple of generate's",
+            report.ratios(one, generate),
+            ONE_LIMIT,
+            at_least=True,
         ),
         report.Bar(
-            f"{concurrency} at once, tokens/s over one request's",
+            f"tokens per second of {concurrency} requests at once, as a multiple of one request's",
             report.ratios(many, one),
             MANY_LIMIT,
             at_least=True,
@@ -151,7 +154,7 @@ def media_bars(rounds: Rounds) -> list[report.Bar]:
     bars = []
     for stage, source in MEDIA_BARS:
         new, again = (column(rounds, stage, source, kind, "cpu") for kind in ("new", "repeated"))
-        name = f"repeated image ({MEDIA_STAGES[stage]}, {source}), times cheaper than a new one"
+        name = f"how many times cheaper a repeated image is than a new one ({MEDIA_STAGES[stage]}, {source})"
         bars.append(report.Bar(name, report.ratios(new, again), REPEATED_LIMIT, at_least=True))
     return bars
 
@@ -249,16 +252,19 @@ def milliseconds(latencies: serving_topologies.Latencies, name: str, kind: str, 
 
 def topology_table(found: serving_topologies.Latencies) -> Table:
     table = Table(
-        title="one streamed request with one image, ms: median (quartiles); ratio to agg in the same round"
+        title=(
+            "one streamed request with one image: median (quartiles); "
+            "as a multiple of agg's in the same round"
+        )
     )
     for name in (
         "topology",
-        "TTFT, new image",
-        "ratio",
-        "TTFT, repeated",
-        "ratio",
-        "ITL, new image",
-        "ITL, repeated",
+        "TTFT, ms, new image",
+        "of agg",
+        "TTFT, ms, repeated image",
+        "of agg",
+        "ITL, ms, new image",
+        "ITL, ms, repeated image",
     ):
         table.add_column(name, justify="left" if name == "topology" else "right")
     for name in found:
@@ -332,7 +338,7 @@ def run_topologies(options: argparse.Namespace, console: Console) -> int:
     console.print(topology_table(found))
     bars = [
         report.Bar(
-            f"TTFT of {title}, new image, over agg's",
+            f"time to first token with a new image: {title}, as a multiple of the aggregated worker's",
             ratio_to_base(found, name, "new"),
             TTFT_LIMIT,
             at_least=False,

@@ -290,8 +290,18 @@ def main() -> int:
     share = report.ratios([each.explained_s for each in seen], [each.ttft_s for each in seen])
     console.print(f"the stages account for {share.median:.1%} of the time to first token", highlight=False)
     bars = [
-        report.Bar("stages over the client's time to first token", share, LEAST_SHARE, at_least=True),
-        report.Bar("the same, so that nothing counts twice", share, MOST_SHARE, at_least=False),
+        report.Bar(
+            "share of the client's time to first token that the stages account for",
+            share,
+            LEAST_SHARE,
+            at_least=True,
+        ),
+        report.Bar(
+            "the same share: more than all of it would mean that something counts twice",
+            share,
+            MOST_SHARE,
+            at_least=False,
+        ),
     ]
     plot(options.out / "stages.png", seen)
     rounds = [

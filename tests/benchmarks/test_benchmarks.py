@@ -68,13 +68,13 @@ def test_serving_compares_the_engine_with_generate_and_a_new_image_with_a_repeat
 def test_serving_measures_first_token_and_gaps_of_each_topology(tmp_path: Path) -> None:
     arguments = ("--topologies", "--only", "agg", "disagg", "--rounds", "1", "--tokens", "4")
     printed, stored = run("serving.py", tmp_path, *arguments)
-    assert "TTFT, new image" in printed
+    assert "TTFT, ms, new image" in printed
     assert set(stored["rounds"]) == {"agg", "disagg"}
     for topology in stored["rounds"].values():
         assert {kind: len(latencies) for kind, latencies in topology.items()} == {"new": 1, "repeated": 1}
         assert_positive(topology)
     assert [(bar["name"], bar["limit"]) for bar in stored["bars"]] == [
-        ("TTFT of EP/D, new image, over agg's", 1.5)
+        ("time to first token with a new image: EP/D, as a multiple of the aggregated worker's", 1.5)
     ]
 
 

@@ -240,7 +240,9 @@ def main() -> int:
         costs = asyncio.run(run_rounds(subjects, options, console))
     show(console, costs)
     ratio = ratio_to_floor(costs, OURS, "token_us")
-    bar = report.Bar("worker CPU per token over the empty handler's", ratio, TOKEN_LIMIT, at_least=False)
+    bar = report.Bar(
+        "the worker's CPU per token, as a multiple of an empty handler's", ratio, TOKEN_LIMIT, at_least=False
+    )
     plot(options.out / "worker_cost.png", costs)
     results = {"rounds": {label: [vars(cost) for cost in rounds] for label, rounds in costs.items()}}
     return report.finish(console, options.out, "worker_cost", results, [bar], no_bars=options.no_bars)

@@ -132,7 +132,7 @@ async def test_a_failure_after_the_reply_is_a_failure() -> None:
 
 @pytest.mark.asyncio
 async def test_an_empty_stream_is_a_fault_and_not_an_answer() -> None:
-    with pytest.raises(PeerUnavailable, match="the encode worker ended its reply without a word"):
+    with pytest.raises(PeerUnavailable, match="the encode worker ended its reply without sending anything"):
         await call(replies())
 
 

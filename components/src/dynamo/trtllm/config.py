@@ -193,7 +193,7 @@ class MediaConfig:
         "--allowed-media-domains",
         HOSTS,
         (),
-        "The only hosts that media are fetched from, looked at again at every redirect. "
+        "The only hosts that media are fetched from, checked at every redirect. "
         "example.com is that host alone, *.example.com any host below it.",
         roles=_WITH_MEDIA,
         default_text="every public host",
@@ -430,14 +430,14 @@ class PeerConfig:
         "--encode-fallback",
         SWITCH,
         False,
-        "Encode here while no encode worker lives, instead of answering 503.",
+        "Encode in this worker while no encode worker is running, instead of answering 503.",
         roles=_WITH_ENCODER,
     )
     prefill_endpoint: str = flag(
         "--prefill-endpoint",
         ENDPOINT,
         "dyn://dynamo.prefill.generate",
-        "Prefill workers that decode asks again when that of a request was lost; in this worker's own "
+        "Prefill workers that decode asks when the one that had a request was lost; in this worker's own "
         "namespace by default.",
         roles=frozenset(role for role in Role if role.asks_prefill_workers),
     )

@@ -100,7 +100,7 @@ class PeerClient:
         except Exception as error:  # a refused connection is a plain Exception
             raise self._translate(error, context) from error
         if reply is None:
-            raise PeerUnavailable(f"the {self._name} worker ended its reply without a word")
+            raise PeerUnavailable(f"the {self._name} worker ended its reply without sending anything")
         return reply
 
     def _translate(self, error: Exception, context: Context | None) -> WorkerError:

@@ -1,4 +1,4 @@
-"""Media of an engine that takes some of them from encode workers and encodes others where the prompt is.
+"""Media of an engine that takes some of them from encode workers and encodes the others in this worker.
 
 A kind that an encode worker encodes for it goes there whole;
 of another kind only embedding files do, which lie there.
