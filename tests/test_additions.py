@@ -17,7 +17,7 @@ from dynamo.trtllm import config
 ADD_FLAGS = """
 import json, os
 from dataclasses import dataclass
-from dynamo.trtllm import config
+from dynamo.trtllm import config, engine_flags
 from dynamo.trtllm.flag import Flag, flag
 from dynamo.trtllm.roles import Role
 from dynamo.trtllm.values import COUNT, SECONDS
@@ -29,7 +29,9 @@ class MediaConfig(config.MediaConfig):
     )
 
 config.MediaConfig = MediaConfig
-config.ENGINE_FLAGS += (Flag("--tile-size", COUNT, None, "Size of a tile.", argument="tile_config.size"),)
+engine_flags.ENGINE_FLAGS += (
+    Flag("--tile-size", COUNT, None, "Size of a tile.", argument="tile_config.size"),
+)
 
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.preflight.faults import find_faults
@@ -75,7 +77,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def added() -> dict[str, Any]:
     """What a process finds in which `config.py` declares one flag more of a layer,
-    and one more of an engine argument."""
+    and `engine_flags.py` one more of an engine argument."""
     result = subprocess.run(
         [sys.executable, "-c", ADD_FLAGS], capture_output=True, text=True, timeout=120, check=False
     )

@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 
 from dynamo.trtllm.config import (
-    DEFAULT_ENGINE_ARGS,
-    Invocation,
     MediaConfig,
     ModelConfig,
     Role,
@@ -14,6 +12,8 @@ from dynamo.trtllm.config import (
     WorkerConfig,
     default_endpoint,
 )
+from dynamo.trtllm.engine_flags import DEFAULT_ENGINE_ARGS
+from dynamo.trtllm.invocation import Invocation
 
 
 @pytest.mark.parametrize(

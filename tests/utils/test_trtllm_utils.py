@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from dynamo.trtllm.config import CheckOptions, EngineKind, Modality, Role, WorkerConfig
+from dynamo.trtllm.config import EngineKind, Modality, Role, WorkerConfig
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.invocation import CheckOptions
 from dynamo.trtllm.utils.flags import FLAGS
 from dynamo.trtllm.utils.trtllm_utils import dump_engine_args, parse, parse_args, write_config
 

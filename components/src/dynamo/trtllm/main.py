@@ -16,7 +16,8 @@ from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.utils.trtllm_utils import parse, write_config
 
 if TYPE_CHECKING:
-    from dynamo.trtllm.config import Invocation, WorkerConfig
+    from dynamo.trtllm.config import WorkerConfig
+    from dynamo.trtllm.invocation import Invocation
 
 EXIT_BAD_START = 2
 

@@ -117,3 +117,9 @@ def default_endpoint(role: Role, namespace: str) -> str:
 def a_role(role: Role) -> str:
     """`an aggregated worker`, for sentences."""
     return f"{_ARTICLES[role]} worker"
+
+
+WITH_ENCODER = frozenset(role for role in Role if role.prefills)
+"""Roles that may ask an encode worker."""
+WITH_MEDIA = frozenset(role for role in Role if role.reads_media)
+WITH_KV_CACHE = frozenset(role for role in Role if role.runs_language_model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 
-from dynamo.trtllm.config import Invocation
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.invocation import Invocation
 from dynamo.trtllm.preflight.compare import compare, read_other
 from dynamo.trtllm.preflight.faults import find_faults, without_wrong_values, wrong_values
 from dynamo.trtllm.preflight.live import ask_peers

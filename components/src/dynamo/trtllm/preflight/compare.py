@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, WorkerConfig
+from dynamo.trtllm.config import EngineKind, WorkerConfig
+from dynamo.trtllm.engine_flags import DEFAULT_ENGINE_ARGS
 from dynamo.trtllm.preflight.faults import longest_prompt, release_to_check
 from dynamo.trtllm.preflight.shape import ModelShape
 from dynamo.trtllm.utils.engine_args import drop_empty

@@ -14,7 +14,8 @@ from dataclasses import replace
 from importlib import metadata, util
 from typing import Any
 
-from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, EngineKind, Modality, WorkerConfig
+from dynamo.trtllm.config import EngineKind, Modality, WorkerConfig
+from dynamo.trtllm.engine_flags import DEFAULT_ENGINE_ARGS
 from dynamo.trtllm.engines.tensorrt_llm.arguments import needs_transceiver
 from dynamo.trtllm.engines.tensorrt_llm.record import (
     PAIRED_WITH_DYNAMO,

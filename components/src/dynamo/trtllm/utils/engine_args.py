@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dynamo.trtllm.config import DEFAULT_ENGINE_ARGS, ENGINE_FLAGS
+from dynamo.trtllm.engine_flags import DEFAULT_ENGINE_ARGS, ENGINE_FLAGS
 from dynamo.trtllm.utils.layers import find_value
 from dynamo.trtllm.values import (
     COUNT,

@@ -6,20 +6,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dynamo.trtllm.config import (
-    ENGINE_FLAGS,
     AudioLimits,
-    CheckOptions,
     EngineConfig,
     MediaConfig,
     ModelConfig,
     PeerConfig,
     RuntimeConfig,
-    Sources,
     TransferConfig,
     VideoLimits,
     WorkerConfig,
 )
+from dynamo.trtllm.engine_flags import ENGINE_FLAGS
 from dynamo.trtllm.flag import Flag, flags_of
+from dynamo.trtllm.invocation import CheckOptions, Sources
 
 _TITLES = ("Model", "Role and peers", "Engine", "Media", "Transfer", "Check", "Older flags")
 _LAYERS: tuple[tuple[str, type[Any]], ...] = (

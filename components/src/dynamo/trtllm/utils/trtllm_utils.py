@@ -17,26 +17,24 @@ from typing import Any
 
 import dynamo.trtllm
 from dynamo.trtllm.config import (
-    DEFAULT_ENGINE_ARGS,
     MEBIBYTE,
     AudioLimits,
-    CheckOptions,
     EngineConfig,
     EngineKind,
-    Invocation,
     MediaConfig,
     Modality,
     ModelConfig,
     PeerConfig,
     Role,
-    Sources,
     TransferConfig,
     VideoLimits,
     WorkerConfig,
     default_endpoint,
 )
+from dynamo.trtllm.engine_flags import DEFAULT_ENGINE_ARGS
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.flag import flags_of
+from dynamo.trtllm.invocation import CheckOptions, Invocation, Sources
 from dynamo.trtllm.roles import a_role
 from dynamo.trtllm.utils.dynamo_options import (
     NO_DUMP,
