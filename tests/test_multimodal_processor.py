@@ -209,6 +209,13 @@ async def test_a_part_of_a_kind_that_the_engine_does_not_take_is_refused_and_nam
     with pytest.raises(PartFault) as caught:
         await MultimodalProcessor(info(), source).prepare(parse_request(raw, FakeContext()))
     assert caught.value.message == "video 1: the model m takes no videos on this worker; it takes images only"
+    told = replace(info(), refusals={"video": "the library X 2.1 cannot tell two of them apart"})
+    with pytest.raises(PartFault) as caught:
+        await MultimodalProcessor(told, source).prepare(parse_request(raw, FakeContext()))
+    assert caught.value.message == (
+        "video 1: the model m takes no videos on this worker (the library X 2.1 cannot tell two of them "
+        "apart); it takes images only"
+    )
     assert source.asked == []
 
 

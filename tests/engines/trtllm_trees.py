@@ -389,6 +389,37 @@ class Qwen2VLModel(Qwen2VLModelBase): ...
     ))
 class Qwen2_5_VLModel(Qwen2VLModelBase): ...
 """
+QWEN3 = """
+from .modeling_qwen2vl import Qwen2VLInputProcessorBase
+
+
+class Qwen3VLInputProcessorBase(Qwen2VLInputProcessorBase):
+
+    def _preprocess(self, text, mm_data, mm_processor_kwargs):
+        video_metadata = [dict(data.metadata, total_num_frames=len(data.frames)) for data in mm_data["video"]]
+        proc_kwargs = {"do_sample_frames": _decide(mm_data, mm_processor_kwargs)}
+        return self.processor(text=[text], video_metadata=video_metadata, **proc_kwargs)
+
+    def get_num_tokens_per_video(self, *, video, video_grid_thw=None, **kwargs):
+        return int(video_grid_thw.prod())
+
+    def build_disagg_prefill_multimodal_inputs(self, inputs, mm_handles):
+        return inputs.get("prompt")
+
+
+@support_multimodal_disaggregated
+@register_auto_model("Qwen3VLForConditionalGeneration")
+@register_input_processor(
+    Qwen3VLInputProcessorBase,
+    model_type="qwen3_vl",
+    placeholder_metadata=MultimodalPlaceholderMetadata(
+        placeholder_map={
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+            "video": "<|vision_start|><|video_pad|><|vision_end|>",
+        },
+    ))
+class Qwen3VLModel(Qwen3VLModelBase): ...
+"""
 LLAVA = """
 from ...inputs.registry import BaseMultimodalInputProcessor
 
@@ -460,6 +491,7 @@ def files_of(version: str) -> Files:
         "_torch/shared_tensor/__init__.py": "from .shared_tensor import SharedTensorContainer\n",
         "_torch/shared_tensor/shared_tensor.py": SHARED_TENSOR,
         "_torch/models/modeling_qwen2vl.py": QWEN,
+        "_torch/models/modeling_qwen3vl.py": QWEN3,
         "_torch/models/modeling_llava_next.py": LLAVA,
         "_torch/models/modeling_llama.py": LLAMA,
     }
@@ -494,6 +526,7 @@ def _as_in_12(files: Files) -> None:
     change(files, "disaggregated_params.py", "    ctx_info_endpoint: Optional[str] = None\n", "")
     change(files, "inputs/registry.py", "    supports_token_id_mm_expansion: ClassVar[bool] = False\n", "")
     change(files, "_torch/models/modeling_llava_next.py", "    supports_token_id_mm_expansion = True\n", "")
+    del files["_torch/models/modeling_qwen3vl.py"]
     for model in ("qwen2vl", "llava_next"):
         file = f"_torch/models/modeling_{model}.py"
         change(files, file, "build_disagg_prefill_multimodal_inputs", "get_prompt_token_ids")

@@ -131,8 +131,12 @@ async def test_a_part_that_its_text_condemns_is_refused_before_any_is_fetched() 
     loader, fetches = await counted(GatedEngine())
     with pytest.raises(PartFault, match="image 2: url scheme 'ftp' is not supported"):
         await loader.load(parts(png_url(1), "ftp://x/y"), ROOMY)
-    with pytest.raises(PartFault, match="audio 1: this worker's model takes no audio"):
+    with pytest.raises(PartFault, match=r"audio 1: this worker's model takes no audio$"):
         await loader.load([MediaPart(1, "audio", "https://x/y")], ROOMY)
+    engine = GatedEngine()
+    told = replace(await engine.start(), refusals={"audio": "X 2.1 cannot"})
+    with pytest.raises(PartFault, match=r"audio 1: this worker's model takes no audio \(X 2.1 cannot\)$"):
+        await (await loader_over(engine, info=told)).load([MediaPart(1, "audio", "https://x/y")], ROOMY)
     assert fetches.count == 0
 
 

@@ -82,7 +82,8 @@ class MultimodalProcessor:
                 continue
             taken = in_words(plural_of(kind) for kind in self._placeholders) or "text"
             lacking = f"the model {request.model} takes no {plural_of(part.kind)} on this worker"
-            message = f"{lacking}; it takes {taken} only"
+            why = self._info.refusals.get(part.kind)
+            message = f"{lacking}{f' ({why})' if why else ''}; it takes {taken} only"
             raise PartFault(part.position, message, kind=part.kind)
 
     @staticmethod

@@ -139,6 +139,6 @@ class Executor:
         }
         if release.salted_events and salt is not None:
             block["cache_salt"] = salt
-        if release.media_keys and names and self.model.image_id in tokens:
+        if release.media_keys and names and self.model.media_ids & set(tokens):
             block["mm_keys"] = [{"type": "mm_key", "hash": name, "start_offset": 0} for name in names]
         return block

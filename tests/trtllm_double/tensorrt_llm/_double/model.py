@@ -17,6 +17,7 @@ import torch
 BOS = 1
 EOS = 2
 FIRST_ID, SPAN = 300, 50
+VIDEO = "<|video_pad|>"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Architecture:
     honours_add_special_tokens: bool = False
     expands_processor_kwargs: bool = False
     """The processor is called with `**mm_processor_kwargs`."""
+    times_frames: bool = False
+    """Takes videos, each pair of frames behind its time (modeling_qwen3vl.py); of others none are played."""
 
 
 _QWEN: dict[str, Any] = {
@@ -60,10 +63,10 @@ ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": Architecture(**_QWEN),
     "Qwen2_5_VLForConditionalGeneration": Architecture(splits=True, attaches="qwen", **_QWEN),
     "Qwen3VLForConditionalGeneration": Architecture(
-        splits=True, attaches="qwen", one_handle_in=("1.2.1",), **_QWEN
+        splits=True, attaches="qwen", one_handle_in=("1.2.1",), times_frames=True, **_QWEN
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
-        splits=True, attaches="qwen", one_handle_in=("1.2.1",), **_QWEN
+        splits=True, attaches="qwen", one_handle_in=("1.2.1",), times_frames=True, **_QWEN
     ),
     "Qwen3_5ForConditionalGeneration": Architecture(splits=True, attaches="qwen", **_QWEN),
     "Qwen3_5MoeForConditionalGeneration": Architecture(splits=True, attaches="qwen", **_QWEN),
@@ -114,6 +117,7 @@ class Tokenizer:
             architecture.placeholder or "<image>": image_id,
             "<|vision_start|>": 4,
             "<|vision_end|>": 5,
+            VIDEO: config.get("video_token_id"),
         }
         self._names = {number: word for word, number in self._words.items()}
 
@@ -153,6 +157,7 @@ class Model:
         self.image_id: int | None = added.get(
             placeholder, self.config.get("image_token_id", self.config.get("image_token_index"))
         )
+        self.video_id: int | None = added.get(VIDEO, self.config.get("video_token_id"))
         self.hidden = int(text.get("hidden_size", 8))
         self.vocab_size = int(text.get("vocab_size", self.config.get("vocab_size", 32000)))
         self.max_positions = int(text.get("max_position_embeddings", 512))
@@ -163,6 +168,11 @@ class Model:
         self.tokenizer = Tokenizer(
             directory, {**self.config, "vocab_size": self.vocab_size}, self.architecture, self.image_id
         )
+
+    @property
+    def media_ids(self) -> set[int]:
+        """What stands for the rows of images and videos in an expanded prompt."""
+        return {each for each in (self.image_id, self.video_id) if each is not None}
 
     def sized(self, image: Any, *, min_pixels: int = 1, max_pixels: int = 1 << 30) -> Any:
         """`image` as its processor scales it; another keyword is a TypeError, as of a strict processor."""
@@ -183,6 +193,11 @@ class Model:
         rows = torch.arange(height * width).unsqueeze(1) * 31 + digest % 1009
         return (rows.expand(height * width, self.width) % 97).to(torch.float32).contiguous()
 
+    def pair_features(self, frames: Sequence[Any]) -> torch.Tensor:
+        """Rows of the frames that the model takes together."""
+        both = sum((1 + at) * self.features(frame) for at, frame in enumerate(frames))
+        return both % 97  # type: ignore[operator, no-any-return]
+
     def in_vocabulary(self, ids: Sequence[int]) -> list[int]:
         """An expanded prompt with the image token where 1.2 writes `vocab_size + 1`, so that all releases
         give the same answers."""
@@ -192,6 +207,18 @@ class Model:
 def media_hash(image: Any) -> str:
     """64 hexadecimal digits that name an image's content, as the library's blake3 does."""
     return hashlib.sha256(image.convert("RGB").tobytes()).hexdigest()
+
+
+def video_hash(video: Any) -> str:
+    """The same of a video: its frames, and what was chosen of it (multimodal_data.py, `update_hash`)."""
+    said = {name: video.metadata[name] for name in HASHED if name in video.metadata}
+    hasher = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for frame in video.frames:
+        hasher.update(frame.convert("RGB").tobytes())
+    return hasher.hexdigest()
+
+
+HASHED = ("frames_indices", "fps", "duration", "total_num_frames")
 
 
 def hash_words(digest: str) -> list[int]:

@@ -158,7 +158,7 @@ class Run:
             raise RequestError("the positions are for another prompt")
         if int(positions.max()) + 1 - len(ids) != int(deltas):
             raise RequestError("deltas do not fit the positions")
-        text = [i for i, token in enumerate(ids) if token != self.model.image_id]
+        text = [i for i, token in enumerate(ids) if token not in self.model.media_ids]
         if not all(len(set(positions[:, 0, i].tolist())) == 1 for i in text):
             raise RequestError("text has the position of an image")
 

@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from tensorrt_llm._double.model import Model, Tokenizer, hash_words, media_hash, mrope_positions, square_grid
+from tensorrt_llm._double.model import (
+    VIDEO,
+    Model,
+    Tokenizer,
+    hash_words,
+    media_hash,
+    mrope_positions,
+    square_grid,
+    video_hash,
+)
 from tensorrt_llm._double.script import release, script
 from tensorrt_llm._torch.shared_tensor import to_handle
 from tensorrt_llm.inputs.multimodal import DisaggPrefillMultimodalInputs, MultimodalParams
@@ -69,6 +78,8 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
     def call_with_text_prompt(self, inputs: dict[str, Any], sampling_params: Any) -> Processed:
         if self.model.architecture.expands_processor_kwargs:
             _require_kwargs(inputs.get("mm_processor_kwargs", {}))
+        if (inputs.get("multi_modal_data") or {}).get("video"):
+            return self._with_videos(inputs, sampling_params)
         return self._with_images(self._tokenized(inputs["prompt"], sampling_params), inputs)
 
     def call_with_token_ids(self, inputs: dict[str, Any], sampling_params: Any) -> Processed:
@@ -79,14 +90,12 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
     def multimodal_hashes(self, inputs: dict[str, Any]) -> list[str]:
         if script.hashing_fails:
             raise NotImplementedError("media hashing failed")
-        images = (inputs["multi_modal_data"] or {}).get("image") or []
-        uuids = (inputs.get("multi_modal_uuids") or {}).get("image") if release.uuids else None
-        if uuids is not None and len(uuids) != len(images):
-            raise ValueError(f"{len(uuids)} names for {len(images)} images")
-        return [
-            uuid or media_hash(image)
-            for image, uuid in zip(images, uuids or [None] * len(images), strict=True)
-        ]
+        ((kind, items),) = (inputs["multi_modal_data"] or {"image": []}).items()
+        uuids = (inputs.get("multi_modal_uuids") or {}).get(kind) if release.uuids else None
+        if uuids is not None and len(uuids) != len(items):
+            raise ValueError(f"{len(uuids)} names for {len(items)} items")
+        named = video_hash if kind == "video" else media_hash
+        return [uuid or named(item) for item, uuid in zip(items, uuids or [None] * len(items), strict=True)]
 
     def attach_multimodal_embeddings(
         self, inputs: dict[str, Any], embedding: Any, sampling_params: Any
@@ -163,6 +172,36 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
         grids = [self.model.grid(image) for image in images]
         expanded = self._expanded(ids, [len(rows) for rows in features])
         return expanded, MultimodalParams(features=features, grids=grids, mrope=self._mrope(expanded, grids))
+
+    def _with_videos(self, inputs: dict[str, Any], sampling_params: Any) -> Processed:
+        """modeling_qwen3vl.py, late 1.3: each pair of frames stands behind its time, from the metadata."""
+        data, options = inputs["multi_modal_data"], inputs["mm_processor_kwargs"]
+        if not self.model.architecture.times_frames or release.out_of_vocabulary or data.get("image"):
+            raise NotImplementedError("such videos are not played")
+        unknown = set(options) - {"do_sample_frames", "num_frames", "fps"}
+        if unknown:
+            raise TypeError(f"unexpected keyword arguments {sorted(unknown)}")
+        text, features, grids = inputs["prompt"], [], []
+        for video in data["video"]:
+            frames, metadata = sampled(video, options)
+            pairs = [frames[at : at + 2] for at in range(0, len(frames), 2)]
+            written = ""
+            for pair, time in zip(pairs, _times(metadata), strict=True):
+                rows = self.model.pair_features(pair if len(pair) == 2 else pair * 2)
+                features.append(rows)
+                grids.append(self.model.grid(pair[0]))
+                written += (
+                    f" <{time:.1f} seconds> <|vision_start|> {'<|video_mark|> ' * len(rows)}<|vision_end|> "
+                )
+            if _PLACEHOLDER not in text:
+                raise ValueError("the placeholders do not match the videos")
+            text = text.replace(_PLACEHOLDER, written, 1)
+        if VIDEO in text:
+            raise ValueError("the placeholders do not match the videos")
+        ids = self._tokenized(text.replace("<|video_mark|>", VIDEO), sampling_params)
+        positions, deltas = mrope_positions(ids, self.model.video_id, grids)
+        mrope = to_handle(positions), to_handle(deltas)
+        return ids, MultimodalParams(features=features, grids=grids, mrope=mrope)
 
     def _mrope(self, ids: list[int], grids: list[tuple[int, int, int]]) -> tuple[Any, Any]:
         if not self.model.architecture.mrope:
@@ -277,6 +316,36 @@ def create_input_processor_with_hash(
         return ids, made
 
     return process
+
+
+def sampled(video: Any, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The frames that the processor takes of a `VideoData`, and its metadata (modeling_qwen3vl.py,
+    `_decide_do_sample_frames` and `_preprocess`).
+
+    Without word to the contrary it samples what it gets once more, as if that were the whole clip.
+    """
+    frames, metadata = video.frames, {**video.metadata, "total_num_frames": len(video.frames)}
+    wanted = options.get("num_frames")
+    if "do_sample_frames" in options:
+        again = bool(options["do_sample_frames"])
+    else:
+        again = wanted is None or wanted != len(frames)
+    if not again:
+        return frames, metadata
+    count = wanted or max(4, int(len(frames) / metadata["fps"] * options.get("fps", 2)))
+    count = min(count, len(frames))
+    chosen = [round(at * (len(frames) - 1) / max(1, count - 1)) for at in range(count)]
+    return [frames[at] for at in chosen], {**metadata, "frames_indices": chosen}
+
+
+_PLACEHOLDER = f"<|vision_start|>{VIDEO}<|vision_end|>"
+
+
+def _times(metadata: dict[str, Any]) -> list[float]:
+    """The mean of the times of each pair's first and last frame (Transformers, processing_qwen3_vl.py)."""
+    times = [index / metadata.get("fps", 24) for index in metadata["frames_indices"]]
+    times += times[-1:] * (len(times) % 2)
+    return [(times[at] + times[at + 1]) / 2 for at in range(0, len(times), 2)]
 
 
 def words_of(hashes: list[str]) -> list[list[int]]:

@@ -68,6 +68,7 @@ class BaseLLM:
         )
         self._engine = self._executor
         self.seen: list[dict[str, Any]] = []
+        self.prepared: list[Any] = []
         """Arguments of every `generate_async` call."""
         instances.append(self)
 
@@ -318,6 +319,7 @@ if release.preprocess:
         self: LLM, inputs: Any, sampling_params: Any = None, disaggregated_params: Any = None
     ) -> PreprocessedInputs:
         params = self._prepare_sampling_params(sampling_params)
+        self.prepared.append(inputs)
         ids, _, media = self._preprocess(inputs, params, disaggregated_params)
         return PreprocessedInputs(prompt_token_ids=ids, multimodal_params=media)
 

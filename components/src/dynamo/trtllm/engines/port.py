@@ -83,6 +83,8 @@ class EngineInfo:
     """Most prompt tokens that are computed in one step."""
     media: Mapping[str, MediaInput] = field(default_factory=dict)
     """The kinds of media that the engine takes, by their names; none: it takes text alone."""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Kinds that it does not take, and in words for a client why, where that is known."""
     hidden_size: int | None = None
     """Width of an embedding row, where the engine takes rows."""
     data_parallel_size: int = 1

@@ -81,7 +81,7 @@ class MediaLoader:
     ) -> None:
         """`fetcher` is what reads sources, by default one of its own; it is closed with the loader."""
         self._engine = engine
-        self._takes = info.media
+        self._takes, self._refusals = info.media, info.refusals
         self._kinds = [KINDS[name] for name in info.media if name in KINDS]
         self._config = config
         self._modality = modality
@@ -188,7 +188,9 @@ class MediaLoader:
         for part in parts:
             with at_part(part):
                 if part.kind not in self._takes:
-                    raise ClientFault(f"this worker's model takes no {plural_of(part.kind)}")
+                    why = self._refusals.get(part.kind)
+                    lacking = f"this worker's model takes no {plural_of(part.kind)}"
+                    raise ClientFault(f"{lacking} ({why})" if why else lacking)
         require_counts((part.kind for part in parts), self._config)
         return sources
 

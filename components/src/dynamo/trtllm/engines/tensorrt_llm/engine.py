@@ -80,7 +80,7 @@ class TensorRTLLMEngine(Engine):
             library=self._library,
             llm=self._llm,
             info=info,
-            inputs=ModelInputs.of(self._library, self._llm, self._model, info.media.get("image")),
+            inputs=ModelInputs.of(self._library, self._llm, self._model, info.media),
             guided=self._args.get("guided_decoding_backend") is not None,
             death=self._vitals.death_behind,
         )

@@ -13,17 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dynamo.trtllm.core import DecodedImage, EncodedMedia, Prompt
+from dynamo.trtllm.core import DecodedImage, DecodedVideo, EncodedMedia, Prompt
 from dynamo.trtllm.engines.port import MediaInput
 from dynamo.trtllm.engines.tensorrt_llm import embeddings, mrope, private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
+from dynamo.trtllm.engines.tensorrt_llm.videos import CHOSEN, engine_form, names_of
 from dynamo.trtllm.errors import ClientFault, EngineFault
 
 if TYPE_CHECKING:
     import torch
 
-NO_TEXT = "embeddings need the rendered prompt beside its token ids, as Dynamo's frontend sends it"
+_PLURALS = {"image": "images", "video": "videos"}
+NO_TEXT = "videos and embeddings need the rendered prompt beside its token ids, as Dynamo's frontend sends it"
 
 
 class EngineInputs(NamedTuple):
@@ -46,33 +48,43 @@ class ModelInputs:
     itself."""
 
     model: ModelDescription
-    placeholder_id: int | None
+    placeholders: Mapping[str, int]
+    """Kinds of media that the model takes -> the id that stands once for each item."""
+    video_data: Any | None
     takes_ids: bool
     takes_handles: bool
     takes_uuids: bool
     front: str
 
     @classmethod
-    def of(cls, library: Library, llm: Any, model: ModelDescription, image: MediaInput | None) -> ModelInputs:
-        """What `llm`, started by `library`, takes: it is asked, where it can tell.
-        `image` None: no images."""
-        placeholder_id = image.placeholder_id if image is not None else None
+    def of(
+        cls, library: Library, llm: Any, model: ModelDescription, media: Mapping[str, MediaInput]
+    ) -> ModelInputs:
+        """What `llm`, started by `library`, takes: it is asked, where it can tell."""
+        image = media.get("image")
         return cls(
             model=model,
-            placeholder_id=placeholder_id,
+            placeholders={kind: taken.placeholder_id for kind, taken in media.items()},
+            video_data=library.video_data,
             takes_ids=private.takes_ids_beside_images(llm),
             takes_handles=image is not None and image.takes_encoded,
             takes_uuids="multi_modal_uuids" in library.prompt_keys,
-            front=private.front_of_a_text(llm) if placeholder_id is not None else "",
+            front=private.front_of_a_text(llm) if media else "",
         )
 
     def build(self, prompt: Prompt, uuids: Sequence[str] = ()) -> EngineInputs:
         """Raises `ClientFault` for media that this model or release cannot take."""
         if not prompt.media:
             return EngineInputs(inputs={"prompt_token_ids": list(prompt.token_ids)})
-        if self.placeholder_id is None:
-            raise ClientFault("this model takes no images")
         items = [media.item for media in prompt.media]
+        for item in items:
+            if item.kind not in self.placeholders:
+                raise ClientFault(f"this model takes no {_PLURALS.get(item.kind, item.kind)}")
+        videos = [item for item in items if isinstance(item, DecodedVideo)]
+        if videos and len(videos) != len(items):
+            raise ClientFault("images and videos cannot be mixed in one request to this model")
+        if videos:
+            return self._videos(prompt, videos, uuids)
         images = [item for item in items if isinstance(item, DecodedImage)]
         encoded = [item for item in items if isinstance(item, EncodedMedia)]
         if images and encoded:
@@ -106,6 +118,18 @@ class ModelInputs:
             uuids = [image.digest for image in images]  # the library's own hash is that of the pixels alone
         if self.takes_uuids and len(uuids) == len(images):
             inputs["multi_modal_uuids"] = {"image": list(uuids)}
+        return EngineInputs(inputs=inputs, special_tokens=special_tokens)
+
+    def _videos(self, prompt: Prompt, videos: Sequence[DecodedVideo], uuids: Sequence[str]) -> EngineInputs:
+        """The frames are chosen already, and the processor is told so; their times are in the metadata."""
+        inputs, special_tokens = self._text(prompt)
+        together = self.model.frames_together
+        inputs.update(
+            multi_modal_data={"video": [engine_form(self.video_data, each, together) for each in videos]},
+            mm_processor_kwargs=dict(CHOSEN),
+        )
+        if self.takes_uuids:
+            inputs["multi_modal_uuids"] = {"video": names_of(videos, uuids)}
         return EngineInputs(inputs=inputs, special_tokens=special_tokens)
 
     def _attached(self, prompt: Prompt, encoded: list[EncodedMedia]) -> EngineInputs:
@@ -153,13 +177,12 @@ class ModelInputs:
         return {"prompt": prompt.text}, False
 
     def unexpanded(self, prompt: Prompt) -> list[int]:
-        """Token ids with one placeholder for each image, whatever stands there now."""
-        assert self.placeholder_id is not None
+        """Token ids with one placeholder for each item, whatever stands there now."""
         ids: list[int] = []
         at = 0
         for media in prompt.media:
             ids += prompt.token_ids[at : media.start]
-            ids.append(self.placeholder_id)
+            ids.append(self.placeholders[media.item.kind])
             at = media.start + media.length
         ids += prompt.token_ids[at:]
         return ids

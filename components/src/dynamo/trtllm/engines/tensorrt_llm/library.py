@@ -43,6 +43,8 @@ class Library:
     logprob: Any | None
     next_request_id: Callable[[], int] | None
     """Makes ids that are unique over prefill workers; None where the release has no `disagg_request_id`."""
+    video_data: Any | None
+    """`VideoData`, in which the library takes a video's frames."""
     prompt_keys: frozenset[str]
     """Keys of a prompt dictionary, as the release's own types list them."""
 
@@ -81,6 +83,7 @@ def load_library() -> Library:
         or _find("tensorrt_llm.scheduling_params", "SchedulingParams"),
         logprob=_find("tensorrt_llm.executor.result", "Logprob"),
         next_request_id=_request_ids() if "disagg_request_id" in fields else None,
+        video_data=_find("tensorrt_llm.inputs", "VideoData"),
         prompt_keys=_prompt_keys(),
     )
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dynamo.trtllm.config import EngineConfig, Modality
+from dynamo.trtllm.engines.frame_options import FRAME_OPTIONS
 from dynamo.trtllm.engines.port import EngineInfo, MediaInput, ProcessorOption
 from dynamo.trtllm.engines.tensorrt_llm import private
 from dynamo.trtllm.engines.tensorrt_llm.library import Library
 from dynamo.trtllm.engines.tensorrt_llm.model import ModelDescription
 from dynamo.trtllm.errors import StartupError
+from dynamo.trtllm.frame_rules import QWEN3_VL
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,8 @@ def describe_engine(
         max_num_seqs=_first(getattr(built, "max_batch_size", None), args.get("max_batch_size")) or 2048,
         max_num_batched_tokens=_first(getattr(built, "max_num_tokens", None), args.get("max_num_tokens"))
         or 8192,
-        media=_media(model, takes_encoded=_takes_encoded(llm, model)) if takes_images else {},
+        media=_media(library, model, takes_encoded=_takes_encoded(llm, model)) if takes_images else {},
+        refusals=_refusals(library, model) if takes_images else {},
         hidden_size=model.hidden_size if model.facts.attaches_embeddings else None,
         data_parallel_size=ranks,
         extras={"tensorrt_llm": library.version},
@@ -107,7 +111,8 @@ def describe_encoder(library: Library, config: EngineConfig, model: ModelDescrip
         total_kv_blocks=None,
         max_num_seqs=int(config.args.get("max_batch_size") or 1),
         max_num_batched_tokens=int(config.args.get("max_num_tokens") or DEFAULT_CONTEXT_LENGTH),
-        media=_media(model, encodes=model.facts.encodes_apart),
+        media={"image": image} if (image := _images(model, encodes=model.facts.encodes_apart)) else {},
+        refusals=_refusals(library, model, apart=True),
         hidden_size=model.hidden_size,
         extras={"tensorrt_llm": library.version},
     )
@@ -119,24 +124,50 @@ def _takes_encoded(llm: Any, model: ModelDescription) -> bool:
     return model.facts.encodes_apart and takes_handles
 
 
-def _media(
-    model: ModelDescription, *, encodes: bool = False, takes_encoded: bool = False
-) -> dict[str, MediaInput]:
-    if model.placeholder_id is None:
+def _media(library: Library, model: ModelDescription, *, takes_encoded: bool) -> dict[str, MediaInput]:
+    """What an engine with a language model takes."""
+    media = {}
+    if (image := _images(model, takes_encoded=takes_encoded)) is not None:
+        media["image"] = image
+    if model.video_placeholder_id is not None and "video" not in _refusals(library, model):
+        rule = replace(QWEN3_VL, temporal_patch_size=model.frames_together)
+        media["video"] = MediaInput(
+            placeholder_id=model.video_placeholder_id, rule=rule, options=FRAME_OPTIONS
+        )
+    return media
+
+
+def _refusals(library: Library, model: ModelDescription, *, apart: bool = False) -> dict[str, str]:
+    """Why no videos are taken, with the model's class and the release; nothing where they are. `apart`: on an
+    encode worker."""
+    facts = library.record.video_facts(model.architecture, model.facts)
+    why = facts.why_not_apart if apart else facts.why_not
+    if not why and library.video_data is None:
+        why = "it has no VideoData"
+    if not why:
         return {}
+    release, name = f"TensorRT-LLM {library.version}", model.architecture or "this model"
+    where = " on an encode worker" if apart and facts.served else ""
+    return {"video": f"videos of {name} are not served with {release}{where}: {why}"}
+
+
+def _images(
+    model: ModelDescription, *, encodes: bool = False, takes_encoded: bool = False
+) -> MediaInput | None:
+    if model.placeholder_id is None:
+        return None
     options: dict[str, ProcessorOption] = {}
     if model.facts.sizes_images:
         most = model.row_pixels * (model.max_positions or DEFAULT_CONTEXT_LENGTH)
         pixels = ProcessorOption(least=model.row_pixels, most=most)
         options = {"min_pixels": pixels, "max_pixels": pixels}
-    image = MediaInput(
+    return MediaInput(
         placeholder_id=model.placeholder_id,
         encodes=encodes,
         takes_encoded=takes_encoded,
         takes_files=model.facts.attaches_embeddings,
         options=options,
     )
-    return {"image": image}
 
 
 def _capacity(llm: Any) -> Mapping[str, Any]:

@@ -14,22 +14,13 @@ from typing import Any
 import numpy as np
 
 from dynamo.trtllm.core import DecodedMedia, DecodedVideo, EncodedMedia
-from dynamo.trtllm.engines.port import MediaInput, ProcessorOption
+from dynamo.trtllm.engines.frame_options import FRAME_OPTIONS
+from dynamo.trtllm.engines.port import MediaInput
 from dynamo.trtllm.engines.transformers.encoder import FeatureCall, TowerInputs, image_side
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.engines.transformers.tokens import VideoTokens
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.frame_rules import QWEN2_VL, QWEN3_VL, FrameRule
-
-_COUNT = ProcessorOption(least=1, most=10_000)
-FRAME_OPTIONS = {
-    "fps": ProcessorOption(least=0.01, most=120.0, whole=False),
-    "num_frames": _COUNT,
-    "min_frames": _COUNT,
-    "max_frames": _COUNT,
-}
-"""Keys of `mm_processor_kwargs` that say which frames are chosen,
-as Transformers' video processors name them."""
 
 
 def frame_rule(video: VideoTokens) -> FrameRule:

@@ -18,6 +18,7 @@ from dynamo.trtllm.engines.tensorrt_llm.record.nearest import (
 from dynamo.trtllm.engines.tensorrt_llm.record.release import MADE, REQUIRED, UNSAID, Release
 from dynamo.trtllm.engines.tensorrt_llm.record.releases import RECORD
 from dynamo.trtllm.engines.tensorrt_llm.record.sources import SOURCES
+from dynamo.trtllm.engines.tensorrt_llm.record.videos import VIDEO_PLACEHOLDER, VideoFacts
 
 __all__ = [
     "MADE",
@@ -28,8 +29,10 @@ __all__ = [
     "SOURCES",
     "TEXT_ONLY",
     "UNSAID",
+    "VIDEO_PLACEHOLDER",
     "ModelFacts",
     "Release",
+    "VideoFacts",
     "find_model_facts",
     "nearest_release",
     "release_record",

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamo.trtllm.engines.tensorrt_llm.record.models import ModelFacts
+from dynamo.trtllm.engines.tensorrt_llm.record.videos import NO_VIDEO, NOT_READ, VideoFacts
+
 
 class _Word:
     """A value that is only itself, with a name to print."""
@@ -51,12 +54,20 @@ class Release:
     """Public methods and properties of `LLM` that the adapter may use."""
     behaviours: Mapping[str, tuple[Any, str]]
     """Name of a behaviour -> its value and its source."""
+    videos: Mapping[str, VideoFacts] = field(default_factory=dict)
+    """Architecture -> what becomes of its videos; see `video_facts`."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Group -> source, for the groups that have no source of their own."""
     read_in: Mapping[str, str] = field(default_factory=dict)
     """Sources that no other release names: key -> where that is. They join `SOURCES`."""
     read_from: str = "source"
     """`source`, or `documentation` for a release whose source could not be read."""
+
+    def video_facts(self, architecture: str | None, model: ModelFacts) -> VideoFacts:
+        """What this release does with videos of `model`, whose class is `architecture`."""
+        if "V" not in model.modalities:
+            return VideoFacts(NO_VIDEO, NO_VIDEO, model.source)
+        return self.videos.get(architecture or "", NOT_READ)
 
 
 def names(source: str, text: str) -> dict[str, str]:

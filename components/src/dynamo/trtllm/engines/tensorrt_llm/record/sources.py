@@ -28,6 +28,11 @@ _SHARED: Mapping[str, str] = {
     "S-ker": "tensorrt_llm/_torch/shared_tensor and tensorrt_llm/_utils, about 1.2 and 1.3.0rc (near)",
     "S-ids": "tensorrt_llm/llmapi/disagg_utils.py, late 1.3.0rc2x (near)",
     "S-qwen": "tensorrt_llm/_torch/models/modeling_qwen2vl.py and modeling_qwen3vl.py, late 1.3.0rc2x (near)",
+    "V-qwen3": "tensorrt_llm/_torch/models/modeling_qwen3vl.py and modeling_qwen3vl_moe.py, as of pull "
+    "request 15598 (2026-06) and of a later main (near; rc29 is of 2026-09)",
+    "V-qwen2": "tensorrt_llm/_torch/models/modeling_qwen2vl.py, late 1.3.0rc2x (near)",
+    "V-reg": "tensorrt_llm/inputs/registry.py, multimodal.py and multimodal_data.py, late 1.3.0rc2x and a "
+    "later main (near)",
     "S-llava": "tensorrt_llm/_torch/models/modeling_llava_next.py, 1.2 (near)",
     "S-reg": "tensorrt_llm/inputs/registry.py, 1.2 and late 1.3.0rc2x (near)",
     "S-bw": "tensorrt_llm/executor/base_worker.py, about 1.2 and late 1.3.0rc (near)",

@@ -14,6 +14,7 @@ from dynamo.trtllm.engines.tensorrt_llm.record.release import (
     unset,
 )
 from dynamo.trtllm.engines.tensorrt_llm.record.releases import shared
+from dynamo.trtllm.engines.tensorrt_llm.record.videos import VIDEOS_SINCE_13
 
 ARGUMENTS = {
     **shared.ARGUMENTS,
@@ -178,6 +179,7 @@ RELEASE = Release(
         "disaggregated_params",
     ),
     behaviours=BEHAVIOURS,
+    videos=VIDEOS_SINCE_13,
     sources={
         "generate_async": "D29",
         "preprocess": "S-llm",

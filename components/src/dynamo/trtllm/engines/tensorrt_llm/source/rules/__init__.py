@@ -3,11 +3,11 @@ against all of them."""
 
 from __future__ import annotations
 
-from dynamo.trtllm.engines.tensorrt_llm.source.rules import calls, handover, images, life
+from dynamo.trtllm.engines.tensorrt_llm.source.rules import calls, handover, images, life, videos
 from dynamo.trtllm.engines.tensorrt_llm.source.rules.rule import Outcome, Rule, Verdict, judge
 from dynamo.trtllm.engines.tensorrt_llm.source.tree import SourceTree
 
-RULES: tuple[Rule, ...] = (*calls.RULES, *handover.RULES, *images.RULES, *life.RULES)
+RULES: tuple[Rule, ...] = (*calls.RULES, *handover.RULES, *images.RULES, *videos.RULES, *life.RULES)
 
 __all__ = ["RULES", "Outcome", "Rule", "Verdict", "judge", "judge_all"]
 
