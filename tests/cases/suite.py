@@ -46,6 +46,8 @@ class Expect(BaseModel):
     words: tuple[str, ...] = ()
     answer: str | None = None
     matches: str | None = None
+    calls: str | None = None
+    """Tools that are called, as in `Reply.calls`."""
     finish: str | None = None
     prompt_tokens: int | None = None
     hits: Mapping[str, int] = Field(default_factory=dict)
@@ -85,6 +87,18 @@ class Reply:
             str((piece.get("delta") or piece.get("message") or {}).get("content") or piece.get("text") or "")
             for piece in pieces
         )
+
+    @property
+    def calls(self) -> str:
+        """The name of each tool that is called, and its arguments: `look {"at": "it"}`."""
+        found = ""
+        for each in self.events or (self.body,):
+            for choice in each.get("choices") or ():
+                for call in (choice.get("delta") or choice.get("message") or {}).get("tool_calls") or ():
+                    function = call["function"]
+                    found += f"{function['name']} " if function.get("name") else ""
+                    found += function.get("arguments") or ""
+        return found
 
     @property
     def message(self) -> str:
@@ -270,12 +284,13 @@ def judge(case: Case, reply: Reply, *, answers: bool = True) -> tuple[Verdict, s
 
 
 def _judge_answer(expect: Expect, reply: Reply, answers: bool) -> tuple[Verdict, str]:
-    if not reply.text and expect.answer != "":
+    if not reply.text and not reply.calls and expect.answer != "":
         return "dropped", "a 200 with nothing in it"
     if not answers:
         return "right", ""
     checks: Sequence[tuple[str, Any, Any]] = (
         ("answer", expect.answer, reply.text),
+        ("tool calls", expect.calls, reply.calls),
         ("finish reason", expect.finish, reply.finish),
         *(
             ("prompt tokens", expect.prompt_tokens, usage.get("prompt_tokens"))
