@@ -1,4 +1,5 @@
-"""A fixture for tests that parse a command line; their conftest imports it."""
+"""Fixtures for tests that parse a command line or check a configuration;
+they, or their conftest, import them."""
 
 from __future__ import annotations
 
@@ -28,3 +29,9 @@ def clean_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks speak of x86_64, whatever the machine is: NIXL and KV transfers differ by it."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")

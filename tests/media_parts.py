@@ -44,6 +44,13 @@ def parts(*urls: Any) -> list[MediaPart]:
     return [MediaPart(at + 1, "image", url) for at, url in enumerate(urls)]
 
 
+def named(
+    uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any
+) -> MediaPart:
+    """An image that is known by `uuid`; without a URL by that alone."""
+    return MediaPart(position, "image", url, uuid, tenant, options)
+
+
 class GatedEngine(DoubleEngine):
     """The double with images; `encode` waits for `gate` when there is one,
     and `encoded` holds the digests it was given."""

@@ -15,6 +15,7 @@ from dynamo.trtllm.preflight.memory import GpuMemory, estimate
 from dynamo.trtllm.preflight.shape import parse_shape
 from dynamo.trtllm.utils.layers import find_value
 from dynamo.trtllm.utils.trtllm_utils import parse, parse_args
+from environment import on_x86_64
 from model_directory import make_model_directory
 
 ROOT = Path(__file__).parents[2] / "engine_configs"
@@ -43,9 +44,7 @@ GPU_GB = {
 }
 
 
-@pytest.fixture(autouse=True)
-def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+__all__ = ["on_x86_64"]
 
 
 def model_directory(parent: Path, name: str) -> Path:

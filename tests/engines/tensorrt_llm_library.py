@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+
+from engines.tensorrt_llm_subject import forget
 
 RELEASES = ("1.2.1", "1.3.0rc29", "1.4.0rc2")
 LATER = RELEASES[1:]
@@ -119,11 +120,11 @@ def library(release: str, folder: Path, **script: Any) -> Iterator[Library]:
         patch.setenv("TRTLLM_DOUBLE_RELEASE", release)
         patch.setenv("TRTLLM_DOUBLE_SCRIPT", json.dumps(script))
         patch.syspath_prepend(str(DOUBLE))
-        _forget()
+        forget()
         try:
             yield Library(release, folder)
         finally:
-            _forget()
+            forget()
 
 
 def picture(width: int = 84, height: int = 56, shade: int = 40) -> Any:
@@ -137,6 +138,3 @@ def about(*pictures: Any, placeholder: str = "<|image_pad|>", **more: Any) -> di
     return {"prompt": f"301 {words} 306", "multi_modal_data": {"image": list(pictures)}, **more}
 
 
-def _forget() -> None:
-    for name in [n for n in sys.modules if n == "tensorrt_llm" or n.startswith("tensorrt_llm.")]:
-        del sys.modules[name]

@@ -54,6 +54,13 @@ def installed(release: str, **script: Any) -> Iterator[Any]:
             forget()
 
 
+@pytest.fixture(params=RELEASES)
+def release(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The double of each release in turn, in the library's place. A test file imports it."""
+    with installed(request.param):
+        yield request.param
+
+
 def forget() -> None:
     for name in [n for n in sys.modules if n == "tensorrt_llm" or n.startswith("tensorrt_llm.")]:
         del sys.modules[name]

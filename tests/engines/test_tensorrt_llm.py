@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from engines.tensorrt_llm_subject import (
     installed,
     instances,
     model_directory,
+    release,
     script,
     started,
     until,
@@ -41,10 +41,7 @@ from engines.tensorrt_llm_subject import (
 BOTH_HALVES = {**TRANSCEIVER, "disable_overlap_scheduler": True}
 
 
-@pytest.fixture(params=RELEASES)
-def release(request: pytest.FixtureRequest) -> Iterator[str]:
-    with installed(request.param):
-        yield request.param
+__all__ = ["release"]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,17 @@ from dynamo.trtllm.engines.tensorrt_llm import events
 from engines.contract import generate
 from engines.tensorrt_llm_subject import (
     LLAVA,
-    RELEASES,
     ask,
     ask_about,
     engine_config,
-    installed,
     instances,
     model_directory,
     picture,
+    release,
     started,
 )
 
-
-@pytest.fixture(params=RELEASES)
-def release(request: pytest.FixtureRequest) -> Iterator[str]:
-    with installed(request.param):
-        yield request.param
+__all__ = ["release"]
 
 
 @dataclass

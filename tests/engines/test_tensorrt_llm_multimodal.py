@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from engines.tensorrt_llm_subject import (
     leaked_handles,
     model_directory,
     picture,
+    release,
     script,
     started,
 )
@@ -44,10 +44,7 @@ PLACEHOLDERS = {QWEN25: "<|image_pad|>", LLAVA: "<image>", LLAMA4: "<|image|>"}
 OPTIONS: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
 
 
-@pytest.fixture(params=RELEASES)
-def release(request: pytest.FixtureRequest) -> Iterator[str]:
-    with installed(request.param):
-        yield request.param
+__all__ = ["release"]
 
 
 def how_images_are_taken(info: EngineInfo) -> tuple[bool, bool, bool]:
@@ -87,8 +84,8 @@ async def test_images_go_in_decoded_with_text_or_ids_by_release(release: str, tm
 @pytest.mark.asyncio
 async def test_the_rendered_text_gives_what_the_ids_give(tmp_path: Path) -> None:
     outputs = []
-    for release in RELEASES:
-        with installed(release):
+    for each in RELEASES:
+        with installed(each):
             async with started(config_of(tmp_path, QWEN25)) as (engine, _):
                 outputs.append((await generate(engine, question(QWEN25, [picture()]))).token_ids)
     assert outputs[0] == outputs[1]

@@ -11,11 +11,11 @@ import yaml
 
 from dynamo.trtllm.preflight import run
 from dynamo.trtllm.utils.trtllm_utils import parse
-from environment import clean_environment
+from environment import clean_environment, on_x86_64
 from launch.harness import ROOT, run_script
 from model_directory import make_model_directory
 
-__all__ = ["clean_environment"]
+__all__ = ["clean_environment", "on_x86_64"]
 
 SCOUT = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
 MAVERICK = "meta-llama/Llama-4-Maverick-17B-128E-Instruct"
@@ -75,11 +75,6 @@ def check(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     directory = make_model_directory(tmp_path / "model", NAMES[words[place].rpartition("/")[2]])
     run(parse(["--check", *words[:place], str(directory), *words[place + 1 :]]))
     return capsys.readouterr().out
-
-
-@pytest.fixture(autouse=True)
-def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
 @pytest.mark.parametrize(

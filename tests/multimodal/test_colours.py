@@ -15,6 +15,7 @@ from PIL import Image, ImageCms
 
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.multimodal.decode import decode
+from image_files import png_chunk
 
 CONFIG = MediaConfig(max_image_pixels=1_000_000)
 Color = tuple[int, int, int]
@@ -83,20 +84,17 @@ def palette(*colours: Color) -> Image.Image:
 def png_of(depth: int, color_type: int, pixel: bytes, icc: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
     """A PNG of one pixel, written by hand."""
 
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
     header = struct.pack(">IIBBBBB", 1, 1, depth, color_type, 0, 0, 0)
     parts = [
-        chunk(b"IHDR", header),
-        chunk(b"iCCP", b"p\0\0" + zlib.compress(icc)),
-        *(chunk(*each) for each in chunks),
+        png_chunk(b"IHDR", header),
+        png_chunk(b"iCCP", b"p\0\0" + zlib.compress(icc)),
+        *(png_chunk(*each) for each in chunks),
     ]
     return (
         b"\x89PNG\r\n\x1a\n"
         + b"".join(parts)
-        + chunk(b"IDAT", zlib.compress(b"\0" + pixel))
-        + chunk(b"IEND", b"")
+        + png_chunk(b"IDAT", zlib.compress(b"\0" + pixel))
+        + png_chunk(b"IEND", b"")
     )
 
 

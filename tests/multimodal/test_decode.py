@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import random
 import struct
 import zlib
@@ -17,20 +16,11 @@ from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault
 from dynamo.trtllm.multimodal.blocking import run_blocking
 from dynamo.trtllm.multimodal.decode import BROKEN, decode, decode_image, size_of
+from image_files import encoded, png_chunk
 
 CONFIG = MediaConfig(max_image_pixels=1_000_000)
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 Color = tuple[int, int, int]
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
-
-
-def png_chunk(name: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
 def png(

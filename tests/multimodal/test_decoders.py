@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from dynamo.trtllm.multimodal.decoders import SMALL_PIXELS, decode_apart
 from dynamo.trtllm.multimodal.loader import MediaLoader
 from dynamo.trtllm.multimodal.parts import MediaPart
 from fakes import eventually
+from image_files import encoded
 from media_parts import ROOMY, GatedEngine, loader_over, parts, png_url, taking_images
 
 CONFIG = MediaConfig()
@@ -35,12 +35,6 @@ PASSES = 150
 def pixels_of(data: bytes) -> int:
     width, height = size_of(data, CONFIG)
     return width * height
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 @cache

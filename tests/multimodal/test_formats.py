@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from typing import Any
 
@@ -12,16 +11,11 @@ from PIL import Image
 from dynamo.trtllm.config import MediaConfig
 from dynamo.trtllm.errors import ClientFault, LimitFault
 from dynamo.trtllm.multimodal.decode import decode, size_of
+from image_files import encoded
 
 CONFIG = MediaConfig()
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 Color = tuple[int, int, int]
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def pixel(data: bytes, x: int = 0, y: int = 0) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from media_parts import (
     ROOMY,
     GatedEngine,
     loader_over,
+    named,
     parts,
     png_url,
     taking_images,
@@ -238,12 +239,6 @@ async def test_a_failure_is_not_kept_in_the_cache() -> None:
     assert isinstance(error, PartFault)
     assert error.message == "image 1: no"
     assert len(await loader.load(parts(png_url(1)), ROOMY)) == 1
-
-
-def named(
-    uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any
-) -> MediaPart:
-    return MediaPart(position, "image", url, uuid, tenant, options)
 
 
 @pytest.mark.asyncio

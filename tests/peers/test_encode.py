@@ -34,6 +34,7 @@ from media_parts import (
     ROOMY,
     GatedEngine,
     loader_over,
+    named,
     parts,
     png_url,
     write_embeddings,
@@ -92,12 +93,6 @@ async def cluster() -> AsyncIterator[Cluster]:
 def order_of(instances: list[int], url: str, placement: Placement | None = None) -> list[int]:
     """The instances in the order in which they are asked for `url`."""
     return (placement or Placement()).order(instances, *parts(url))
-
-
-def named(
-    uuid: str, url: str = "", tenant: str | None = None, position: int = 1, **options: Any
-) -> MediaPart:
-    return MediaPart(position, "image", url, uuid, tenant, options)
 
 
 def encoder_over(client: FakeClient, **options: Any) -> RemoteEncoder:

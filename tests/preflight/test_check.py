@@ -10,15 +10,14 @@ import pytest
 from dynamo.trtllm.preflight import run
 from dynamo.trtllm.preflight.memory import find_gpu_memory
 from dynamo.trtllm.utils.trtllm_utils import parse
+from environment import on_x86_64
 from model_directory import make_model_directory
 
 ROOT = Path(__file__).parents[2]
 QWEN3 = ROOT / "engine_configs" / "qwen3"
 
 
-@pytest.fixture(autouse=True)
-def on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+__all__ = ["on_x86_64"]
 
 
 def make_model(directory: Path, name: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.trtllm.preflight import find_faults, run
 from dynamo.trtllm.utils.trtllm_utils import parse, parse_args
+from environment import on_x86_64
 from model_directory import make_model_directory
 
 QWEN3 = "qwen3-0.6b"
@@ -17,9 +18,7 @@ RUNTIME = "--trtllm.cache_transceiver_config.transceiver_runtime"
 PIPELINED = "cache_transceiver_config.enable_pipelined_transfer"
 
 
-@pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+__all__ = ["on_x86_64"]
 
 
 def said(dotted: str, value: str) -> str:

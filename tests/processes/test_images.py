@@ -4,7 +4,6 @@ asked about images."""
 from __future__ import annotations
 
 import base64
-import io
 import re
 import struct
 import zlib
@@ -17,6 +16,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from dynamo.trtllm.demo.pictures import draw
+from image_files import encoded
 from processes.cluster import Answer, Cluster, Managed
 from processes.media import ImageServer, image_server, png
 
@@ -116,12 +116,6 @@ def swapped(image: Image.Image) -> tuple[Image.Image, bytes]:
     return Image.merge("RGB", (blue, green, red)), profile
 
 
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    sink = io.BytesIO()
-    image.save(sink, kind, **options)
-    return sink.getvalue()
-
-
 def with_a_megabyte_of_text(data: bytes) -> bytes:
     body = b"zTXtworkflow\0\0" + zlib.compress(b"x" * 1_100_000)
     return (
@@ -137,8 +131,8 @@ def test_files_of_other_kinds_get_the_caption_of_their_image(
     mirrored.putalpha(255)
     plain = base64.b64encode(png(draw(5))).decode()
     server.pages["/text.png"] = with_a_megabyte_of_text(png(draw(5)))
-    server.pages["/profile.png"] = saved(mirrored, "PNG", icc_profile=profile)
-    server.pages["/pages.tiff"] = saved(
+    server.pages["/profile.png"] = encoded(mirrored, "PNG", icc_profile=profile)
+    server.pages["/pages.tiff"] = encoded(
         image, "TIFF", save_all=True, append_images=[draw(9).image], compression="tiff_lzw"
     )
     urls = [server.url + path for path in ("/text.png", "/profile.png", "/pages.tiff?sig=%3A%2F")]
@@ -149,7 +143,7 @@ def test_files_of_other_kinds_get_the_caption_of_their_image(
 def test_a_jpeg_of_thousands_of_passes_is_refused_while_others_are_answered(
     cluster: Cluster, worker: Managed, server: ImageServer
 ) -> None:
-    data = saved(draw(3).image.resize((2000, 2000)), "JPEG", progressive=True)
+    data = encoded(draw(3).image.resize((2000, 2000)), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
     server.pages["/passes.jpg"] = data[:last] + data[last:-2] * 3000 + data[-2:]
     with ThreadPoolExecutor(8) as pool:

@@ -217,20 +217,9 @@ def _preprocessor_config() -> dict[str, Any]:
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2VLProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": 3,
-        "rescale_factor": 1 / 255,
         "min_pixels": MIN_PIXELS,
         "max_pixels": MAX_PIXELS,
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
-        "image_mean": list(IMAGE_MEAN),
-        "image_std": list(IMAGE_STD),
-        "patch_size": PATCH,
-        "temporal_patch_size": 2,
-        "merge_size": MERGE,
+        **_pixels_config(MIN_PIXELS, MAX_PIXELS),
     }
 
 
@@ -243,13 +232,20 @@ def _video_preprocessor_config() -> dict[str, Any]:
         "min_frames": 4,
         "max_frames": MAX_FRAMES,
         "cap_pixels_per_frame": False,
+        **_pixels_config(MIN_FRAME_PIXELS, MAX_FRAME_PIXELS),
+    }
+
+
+def _pixels_config(least: int, most: int) -> dict[str, Any]:
+    """How the pixels of an image, or of a clip's frames, become patches."""
+    return {
         "do_convert_rgb": True,
         "do_resize": True,
         "do_rescale": True,
         "do_normalize": True,
         "resample": 3,
         "rescale_factor": 1 / 255,
-        "size": {"shortest_edge": MIN_FRAME_PIXELS, "longest_edge": MAX_FRAME_PIXELS},
+        "size": {"shortest_edge": least, "longest_edge": most},
         "image_mean": list(IMAGE_MEAN),
         "image_std": list(IMAGE_STD),
         "patch_size": PATCH,
