@@ -7,7 +7,7 @@
 #
 # Options of this script
 #   --topology NAME       agg (default), disagg, disagg_e_pd or epd_disagg
-#   --image PATH_OR_URL   the picture (default: a drawn one)
+#   --image PATH_OR_URL   the image (default: a drawn one)
 #   --video [PATH_OR_URL] asks about a clip instead (default: a drawn one), and shows its frames as a picture
 #                         beside the answer
 #   --audio [PATH_OR_URL] asks about a sound instead (default: a synthesised one), which the audio demo model
@@ -16,7 +16,7 @@
 #   --keep                goes on serving, and prints a line for curl
 # The models, their names and the engine are fixed; the port is a free one unless DYN_HTTP_PORT is set;
 # DYNAMO_PYTHON is used as it is, without a set-up. Workers may fetch from loopback and private addresses here
-# (DYN_MM_ALLOW_INTERNAL=1), because the picture is served from this machine.
+# (DYN_MM_ALLOW_INTERNAL=1), because the image is served from this machine.
 set -euo pipefail
 # shellcheck source=launch/lib/launch.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"

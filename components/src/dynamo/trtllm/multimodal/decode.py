@@ -2,7 +2,7 @@
 
 The format is decided from the first bytes. `formats` reads what the file says about itself, and hands only
 the bytes that the pixels need to that format's one reader of Pillow; size and work are held against the
-limits before any pixel is decoded. Pure and blocking: `check_header` is cheap, `decode` belongs into a
+limits before any pixel is decoded. Pure and blocking: `size_of` is cheap, `decode` belongs into a
 process of its own (`decoders`). `ClientFault` in fixed words.
 """
 
