@@ -16,7 +16,9 @@ from dynamo.trtllm.engines.port import EngineRequest
 from dynamo.trtllm.engines.tensorrt_llm.record import MODELS, RECORD, SOURCES
 from dynamo.trtllm.errors import ClientFault
 from dynamo.trtllm.frame_rules import Spread
+from dynamo.trtllm.multimodal_processor import expand
 from engines.contract import generate, split
+from engines.families import VIDEO, make_tiny_engine, noise_video, save_tiny_model, saved_processor
 from engines.tensorrt_llm_subject import (
     ALL_RELEASES,
     IMAGE_ID,
@@ -150,7 +152,7 @@ async def test_chosen_frames_go_in_once_with_their_times_and_the_word_that_they_
             assert call["mm_processor_kwargs"] == {"do_sample_frames": False}
             assert output.usage is not None
             # Three pairs of frames: two words of time, two marks and six rows each.
-            assert output.usage.prompt_tokens == 3 + 3 * (2 + 2 + 6)
+            assert output.usage.prompt_tokens == 5 + 3 * (2 + 2 + 6)
 
 
 @pytest.mark.asyncio
@@ -234,3 +236,41 @@ async def test_the_cache_knows_a_video_by_the_frontends_hash_unless_the_request_
         async with started(config_of(tmp_path)) as (engine, _):
             await generate(engine, about(replace(clip(), options=options), hashes=hashes))
             assert instances()[-1].prepared[-1]["multi_modal_uuids"] == {"video": names}
+
+
+# What Transformers' processor, which the library calls, makes of it
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "video", [noise_video(1, 6, 84, 56, fps=29.97), noise_video(2, 3, 56, 84), noise_video(3, 1, 84, 84)]
+)
+async def test_the_processor_makes_of_what_goes_in_the_prompt_that_the_portable_engine_has(
+    video: DecodedVideo, tmp_path: Path
+) -> None:
+    with installed("1.3.0rc29"):
+        async with started(config_of(tmp_path)) as (engine, _):
+            await generate(engine, about(video))
+            given = instances()[-1].prepared[-1]
+    (data,) = given["multi_modal_data"]["video"]
+    directory = save_tiny_model("qwen3_vl", tmp_path / "tiny")
+    processor, text = saved_processor(directory), "w20 <|vision_start|><|video_pad|><|vision_end|> w21"
+    made = processor(  # as `_preprocess` of modeling_qwen3vl.py calls it
+        text=[text],
+        images=None,
+        videos=[data.frames],
+        padding=True,
+        do_rescale=True,
+        return_tensors="pt",
+        video_metadata=[{**data.metadata, "total_num_frames": len(data.frames)}],
+        **given["mm_processor_kwargs"],
+    )
+    portable = make_tiny_engine(directory, "qwen3_vl")
+    await portable.start()
+    try:
+        encoded = await portable.encode([video])
+    finally:
+        await portable.close()
+    ids = processor.tokenizer.encode(text, add_special_tokens=False)
+    assert made["input_ids"][0].tolist() == list(expand(ids, {"video": VIDEO}, encoded).token_ids)
+    assert made["video_grid_thw"][0].tolist() == encoded[0].extras["video_grid_thw"]

@@ -193,9 +193,9 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
                 written += (
                     f" <{time:.1f} seconds> <|vision_start|> {'<|video_mark|> ' * len(rows)}<|vision_end|> "
                 )
-            if _PLACEHOLDER not in text:
+            if VIDEO not in text:
                 raise ValueError("the placeholders do not match the videos")
-            text = text.replace(_PLACEHOLDER, written, 1)
+            text = text.replace(VIDEO, written, 1)
         if VIDEO in text:
             raise ValueError("the placeholders do not match the videos")
         ids = self._tokenized(text.replace("<|video_mark|>", VIDEO), sampling_params)
@@ -336,9 +336,6 @@ def sampled(video: Any, options: dict[str, Any]) -> tuple[list[Any], dict[str, A
     count = min(count, len(frames))
     chosen = [round(at * (len(frames) - 1) / max(1, count - 1)) for at in range(count)]
     return [frames[at] for at in chosen], {**metadata, "frames_indices": chosen}
-
-
-_PLACEHOLDER = f"<|vision_start|>{VIDEO}<|vision_end|>"
 
 
 def _times(metadata: dict[str, Any]) -> list[float]:

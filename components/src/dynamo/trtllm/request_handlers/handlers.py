@@ -82,7 +82,7 @@ async def _processor(
     if not here:
         return MultimodalProcessor(info, remote)
     logger.warning(
-        "%s of this model are encoded here; --encode-endpoint is asked for their embedding files",
+        "%s of this model are encoded here; --encode-endpoint is asked for the rest, and for embedding files",
         in_words(here),
     )
     return MultimodalProcessor(info, SplitMedia(_loader(config, engine, info), remote, info.media))
