@@ -30,16 +30,10 @@ from dynamo.trtllm.engines.double import DoubleEngine
 from dynamo.trtllm.engines.port import EngineInfo
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, StartupError
 from dynamo.trtllm.frontend.endpoint import EndpointServer
-from dynamo.trtllm.service import presence, runtime
+from dynamo.trtllm.service import presence, registration, runtime
 from dynamo.trtllm.service.metrics_page import MetricsPage
-from dynamo.trtllm.service.runtime import (
-    Pace,
-    Service,
-    health_check_payload,
-    model_type,
-    needs,
-    runtime_config,
-)
+from dynamo.trtllm.service.registration import model_type, needs, runtime_config
+from dynamo.trtllm.service.runtime import Pace, Service, health_check_payload
 from fakes import FakeContext, FakeSender, collect, outcome, until
 
 INFO = EngineInfo(
@@ -163,7 +157,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr(runtime, "register_model", made.register)
+    monkeypatch.setattr(registration, "register_model", made.register)
     monkeypatch.setattr(runtime, "graceful_shutdown_with_discovery", made.leave)
     monkeypatch.setattr(MetricsPage, "expose", lambda self, endpoint, config: made.steps.append("metrics"))
     monkeypatch.setattr(runtime, "exit_after", made.last_resorts_s.append)
@@ -342,7 +336,7 @@ async def test_a_worker_that_cannot_register_again_leaves_with_an_error(
     running = world.run()
     await world.runtime.made.served.wait()
     monkeypatch.setattr(presence, "GIVE_UP_S", 0.0)
-    monkeypatch.setattr(runtime, "register_model", full)
+    monkeypatch.setattr(registration, "register_model", full)
     world.runtime.made.ids = []
     assert await running == 1
     assert (world.grace_s, world.last_resorts_s) == ([0.0], [60.0])
@@ -391,7 +385,7 @@ async def test_a_registration_that_fails_ends_the_run_in_one_sentence_and_its_he
     async def refused(*args: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(runtime, "register_model", refused)
+    monkeypatch.setattr(registration, "register_model", refused)
     ended = await outcome(world.run())
     assert isinstance(ended, StartupError)
     assert str(ended) == words

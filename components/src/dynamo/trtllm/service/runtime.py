@@ -1,5 +1,4 @@
-"""The worker's life in Dynamo: registration, serving, health,
-metrics and shutdown, through the low-level runtime.
+"""The worker's life in Dynamo: serving, health, metrics and shutdown, through the low-level runtime.
 
 It knows nothing of requests or media: `server` drives the handler, the engine is asked only whether it lives.
 """
@@ -15,22 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo.common.token_budget import TokenBudget, publish_token_budget
-from dynamo.common.utils.endpoint_types import parse_endpoint_types
 from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds, graceful_shutdown_with_discovery
 from dynamo.common.utils.runtime import create_runtime
 from dynamo.health_check import HEALTH_CHECK_KEY
-from dynamo.llm import KvEventPublisher, ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime, Endpoint
 
-from dynamo.trtllm.config import ModelConfig, PeerConfig, Role, RuntimeConfig, WorkerConfig
+from dynamo.trtllm.config import RuntimeConfig, WorkerConfig
 from dynamo.trtllm.engines.port import Engine, EngineInfo
 from dynamo.trtllm.errors import EngineDead, ShuttingDown, StartupError, WorkerDead, WorkerError
 from dynamo.trtllm.frontend.endpoint import EndpointServer
 from dynamo.trtllm.last_resort import exit_after
-from dynamo.trtllm.peers.messages import SCHEMA_KEY, SCHEMA_VERSION
 from dynamo.trtllm.service.metrics_page import MetricsPage
-from dynamo.trtllm.service.presence import Presence, Republished
+from dynamo.trtllm.service.presence import Presence
+from dynamo.trtllm.service.registration import Registration
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +40,6 @@ _SHOWING_BACKENDS = ("file", "etcd", "mem")
 """Kinds of discovery in which a worker was seen to find itself; Kubernetes was not tried."""
 _CANCELS = 3
 
-_WORKER_TYPES = {
-    Role.AGGREGATED: WorkerType.Aggregated,
-    Role.PREFILL: WorkerType.Prefill,
-    Role.DECODE: WorkerType.Decode,
-    Role.ENCODE: WorkerType.Encode,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +95,12 @@ class Service:
         self._runtime = runtime
         self._pace = pace
         self._config = config
-        self._engine = engine
-        self._info = info
         self._endpoint: Endpoint = runtime.endpoint(config.runtime.endpoint)
+        self._registration = Registration(self._endpoint, config, engine, info)
         self._shutdown: asyncio.Task[None] | None = None
         self._presence: asyncio.Task[None] | None = None
         self._death: WorkerDead | None = None
         self._exit_code = 0
-        self._card: ModelRuntimeConfig | None = None
-        self._publishers: list[Republished] = []
 
     @property
     def instance_id(self) -> int:
@@ -132,7 +119,7 @@ class Service:
         metrics.expose(self._endpoint, self._config)
         health = asyncio.create_task(self._watch_health(), name="engine-health")
         try:
-            await self._register_first()
+            await self._registration.first()
             self._presence = asyncio.create_task(self._watch_discovery(), name="presence")
             self._install_signals()  # until here a signal ends the process at once
             logger.info(
@@ -179,60 +166,11 @@ class Service:
         except Exception as error:  # the binding raises plain Exception
             raise StartupError(f"cannot serve {self._config.runtime.endpoint}: {error}") from error
 
-    async def _register_first(self) -> None:
-        try:
-            await self._register()
-        except StartupError:
-            raise
-        except Exception as error:  # as above
-            backend = self._config.runtime.discovery_backend
-            raise StartupError(f"cannot register with discovery {backend}: {error}") from error
-
-    async def _register(self) -> None:
-        config, model = self._config, self._config.model
-        if self._card is None:
-            self._card = runtime_config(self._info, config.runtime, model, config.role)
-            self._card.kv_event_publishing_enabled = self._engine.attach_kv_publisher(self._kv_publisher)
-        await register_model(
-            ModelInput.Tokens,
-            model_type(config.role, config.runtime),
-            self._endpoint,
-            config.engine.model_path,
-            model.name,
-            worker_type=_WORKER_TYPES[config.role],
-            needs=needs(config.role, config.peers),
-            kv_cache_block_size=self._info.kv_block_size,
-            runtime_config=self._card,
-            custom_template_path=model.custom_jinja_template,
-            model_aliases=list(model.served_names[1:]) or None,
-            ignore_weights=True,
-        )
-
-    async def _register_again(self) -> None:
-        await self._register()
-        await self._endpoint.register_endpoint_instance()
-        for publisher in self._publishers:
-            publisher.renew()
-
-    def _kv_publisher(self, dp_rank: int) -> Republished:
-        runtime = self._config.runtime
-        publisher = Republished(
-            lambda: KvEventPublisher(
-                self._endpoint,
-                kv_block_size=self._info.kv_block_size,
-                dp_rank=dp_rank,
-                enable_local_indexer=runtime.enable_local_indexer,
-                image_token_id=self._info.placeholder_id("image"),
-                kv_state_endpoint=runtime.kv_state_endpoint,
-            )
-        )
-        self._publishers.append(publisher)
-        return publisher
-
     async def _watch_discovery(self) -> None:
         known = self._config.runtime.discovery_backend in _SHOWING_BACKENDS
         try:
-            why = await Presence(self.instance_id, self._endpoint.client, self._register_again, known).lost()
+            again = self._registration.again
+            why = await Presence(self.instance_id, self._endpoint.client, again, known).lost()
         except Exception:
             logger.exception(
                 "discovery cannot be watched: a worker that it loses will not come back by itself"
@@ -302,55 +240,6 @@ class Service:
             self._server.end_all(death)
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._drained(), get_grace_period_seconds() / 2)
-
-
-def model_type(role: Role, config: RuntimeConfig) -> ModelType:
-    """What the frontend may send here: OpenAI to aggregated and decode,
-    prefill by its marker, nothing to encode."""
-    if role.decodes:
-        return parse_endpoint_types(",".join(config.endpoint_types))
-    return ModelType.Prefill if role.prefills else ModelType.Empty
-
-
-def needs(role: Role, peers: PeerConfig) -> list[list[WorkerType]]:
-    """The peers without which the model is not ready: a list of alternatives,
-    each a list of worker types that must all live."""
-    encode = [WorkerType.Encode] if peers.encode_endpoint and not peers.encode_fallback else []
-    return {
-        Role.AGGREGATED: [encode] if encode else [],
-        Role.PREFILL: [[WorkerType.Decode, *encode]],
-        Role.DECODE: [[WorkerType.Prefill]],
-        Role.ENCODE: [[WorkerType.Prefill, WorkerType.Decode], [WorkerType.Aggregated]],
-    }[role]
-
-
-def runtime_config(
-    info: EngineInfo, runtime: RuntimeConfig, model: ModelConfig, role: Role
-) -> ModelRuntimeConfig:
-    """The model card's facts that routers and the frontend use."""
-    card = ModelRuntimeConfig()
-    card.context_length = info.context_length
-    if info.total_kv_blocks is not None:
-        card.total_kv_blocks = info.total_kv_blocks
-    card.max_num_seqs = info.max_num_seqs
-    card.max_num_batched_tokens = info.max_num_batched_tokens
-    card.tool_call_parser = model.tool_call_parser
-    card.reasoning_parser = model.reasoning_parser
-    card.exclude_tools_when_tool_choice_none = runtime.exclude_tools_when_tool_choice_none
-    card.enable_local_indexer = runtime.enable_local_indexer and role.reads_media
-    card.data_parallel_size = info.data_parallel_size
-    if runtime.structural_tag is not None:
-        card.set_structural_tag(dict(runtime.structural_tag))
-    if runtime.default_thinking_mode:
-        card.set_engine_specific("default_thinking_mode", f'"{runtime.default_thinking_mode}"')
-    if runtime.kv_state_endpoint:
-        card.kv_state_endpoint = runtime.kv_state_endpoint
-    card.set_engine_specific(SCHEMA_KEY, f'"{SCHEMA_VERSION}"')
-    # The frontend's own refusal reads "Invalid request"; ours names both counts, so it is left to us.
-    publish_token_budget(
-        card, TokenBudget(info.context_length, reject_prompt_overflow=False, reject_total_overflow=False)
-    )
-    return card
 
 
 def health_check_payload(runtime: RuntimeConfig) -> dict[str, Any]:
