@@ -84,6 +84,18 @@ def test_each_accepted_format_gives_its_size_and_colours(
     assert_close(pixel(data, 40, 16), BLUE, tolerance)
 
 
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_whose_markers_have_fill_bytes_before_them_is_the_same_picture(progressive: bool) -> None:
+    picture = Image.effect_noise((64, 48), 60).convert("RGB")
+    data = encoded(picture, "JPEG", progressive=progressive)
+    filled = data[:2] + b"".join(
+        b"\xff\xff\xff" + data[at : at + 1] if data[at - 1] == 0xFF and data[at] in (0xC4, 0xDA, 0xD9) else data[at : at + 1]
+        for at in range(2, len(data))
+    )
+    assert len(filled) > len(data) + 6
+    assert decode(filled, MediaConfig()).tobytes() == decode(data, MediaConfig()).tobytes()
+
+
 def test_the_digest_is_of_the_bytes() -> None:
     data = encoded(Image.new("RGB", (2, 2), RED), "PNG")
     assert decode_image(data, CONFIG).digest == hashlib.sha256(data).hexdigest()
