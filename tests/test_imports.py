@@ -34,7 +34,7 @@ NEED_TRANSFORMERS = {
             "runner",
             "scheduler",
         ),
-        *("verify", "video", "audio", "media", "worker"),
+        *("verify", "video", "vision", "audio", "media", "worker"),
     )
 }
 NEED_TORCH = {
@@ -49,6 +49,7 @@ NEED_TORCH = {
     ),
     *(f"{NAME}.demo.{name}" for name in ("batches", "evaluation", "forward", "recipes", "train")),
     *(f"{NAME}.demo.audio.{name}" for name in ("batches", "evaluation")),
+    *(f"{NAME}.engines.transformers.{name}" for name in ("causal", "kernels", "positions")),
     *(f"{NAME}.transfer.{name}" for name in ("board", "layout", "reader", "sender")),
 }
 DEMO_WITH_TRANSFORMERS = (

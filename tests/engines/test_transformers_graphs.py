@@ -242,8 +242,7 @@ async def test_a_fused_model_computes_what_it_did(directories: Callable[[str], P
 async def test_running_requests_get_tokens_between_the_layers_of_a_long_pass(
     start: Start, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.trtllm.engines.transformers.worker._LONG_PICTURES", 1)
-    monkeypatch.setattr("dynamo.trtllm.engines.transformers.prompts.LONG_TOKENS", 1)
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.interleave.SHARE", 0.0)
     plain, static = await start(family, static=False), await start(family)
     asked = await _asked(plain, family)
     alone = [await generate(plain, each) for each in asked]
@@ -277,7 +276,7 @@ async def test_running_requests_get_tokens_between_the_layers_of_a_long_pass(
 async def test_a_decode_step_that_fails_between_layers_ends_the_engine_and_is_not_taken_for_the_prompts_fault(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo.trtllm.engines.transformers.prompts.LONG_TOKENS", 1)
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.interleave.SHARE", 0.0)
     engine = await start()
     broken: list[bool] = []
     prefill, step = ModelRunner.prefill, GraphBatch.step
@@ -303,3 +302,43 @@ async def test_a_decode_step_that_fails_between_layers_ends_the_engine_and_is_no
         with pytest.raises(EngineDead):
             async for _ in steps:
                 pass
+
+
+class _Remembered(Recorder):
+    """Notes what is recorded, and runs it each time."""
+
+    def __init__(self, records: bool, most: int = 1000) -> None:
+        super().__init__(records=True, most=most)
+        self.new: list[Any] = []
+
+    def run(self, key: Any, step: Callable[[], None]) -> None:
+        step()
+        if key not in self._graphs:
+            self._graphs[key] = None  # type: ignore[assignment]
+            self.new.append(key)
+
+    def clear(self) -> None:
+        self._graphs.clear()
+
+
+@pytest.mark.asyncio
+async def test_steps_are_recorded_before_the_first_request_so_that_none_waits_for_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders: list[_Remembered] = []
+
+    def remembered(records: bool) -> _Remembered:
+        recorders.append(_Remembered(records))
+        return recorders[-1]
+
+    monkeypatch.setattr("dynamo.trtllm.engines.transformers.graphs.Recorder", remembered)
+    plain = await start("qwen2_vl", static=False)
+    static = await start("qwen2_vl", max_batch_size=4)
+    at_start = len(recorders[-1].new)
+    assert at_start > 8
+    asked = (await _asked(plain, "qwen2_vl"))[:1]  # greedy; the others are steps of another kind
+    asked += [request(IDS[:count], max_tokens=30, ignore_eos=True) for count in (3, 8)]
+    expected = [await generate(plain, each) for each in asked]
+    outputs = await asyncio.gather(*(generate(static, each) for each in asked))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert len(recorders[-1].new) == at_start

@@ -4,6 +4,7 @@ limits, cancellation, hand-over and failure."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -548,3 +549,36 @@ async def test_counters_add_up(start: Start) -> None:
     stats = engine.stats()
     assert stats[metrics.ENGINE_PROMPT_TOKENS] == 4 * len(IDS)
     assert stats[metrics.ENGINE_OUTPUT_TOKENS] == 3 * 7 + 1
+
+
+@pytest.mark.asyncio
+async def test_images_are_prepared_request_by_request_so_that_the_first_is_served_first(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prepared, prepare = await start("qwen2_vl"), [], ImageEncoder.preprocess
+
+    def noted(encoder: ImageEncoder, item: DecodedImage) -> Any:
+        prepared.append(item.digest)
+        return prepare(encoder, item)
+
+    monkeypatch.setattr(ImageEncoder, "preprocess", noted)
+    asked = [[DecodedImage(f"{name}{i}", noise_image(i, 56, 56)) for i in range(3)] for name in "abc"]
+    encoded = await asyncio.gather(*(engine.encode(items) for items in asked))
+    expected = [item.digest for items in asked for item in items]
+    assert prepared == expected
+    assert [item.digest for items in encoded for item in items] == expected
+
+
+@pytest.mark.asyncio
+async def test_of_several_images_that_do_not_fit_the_first_is_told_and_no_other_is_left_behind(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = await start("qwen2_vl")
+    bad = [DecodedImage(str(i), noise_image(i, 1000 + i, 2)) for i in range(3)]
+    with pytest.raises(ClientFault, match="1000 x 2"):
+        await engine.encode(bad)
+    again = await engine.encode([DecodedImage("good", noise_image(1, 56, 56))])
+    assert [item.digest for item in again] == ["good"]
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text

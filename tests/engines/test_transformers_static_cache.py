@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dynamo.trtllm.engines.transformers.cache import CacheShape
-from dynamo.trtllm.engines.transformers.static_cache import Bucket, StaticCache, bucket_for
+from dynamo.trtllm.engines.transformers.static_cache import Bucket, StaticCache, bucket_for, usual_buckets
 
 WINDOW = 6
 MAX_ROWS = 8
@@ -168,3 +168,30 @@ def test_there_are_few_buckets_and_each_holds_what_it_is_for() -> None:
     assert {b.rows for b in buckets} == {1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64}
     assert {b.columns for b in buckets} == {256, 512, 1024, 1536, 2048, 3072, 4096}
     assert bucket_for(33, 10, 40, 1 << 30).rows == 40
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_columns", "max_tokens"), [(64, 8192, 1 << 20), (6, 2048, 6000), (1, 100, 256)]
+)
+def test_usual_buckets_are_all_that_batches_are_rounded_up_to(
+    max_rows: int, max_columns: int, max_tokens: int
+) -> None:
+    usual = usual_buckets(max_rows, max_columns, max_tokens)
+    columns = [*range(1, max_columns, 17), max_columns]
+    met = {bucket_for(rows, each, max_rows, 1 << 40) for rows in range(1, max_rows + 1) for each in columns}
+    assert set(usual) == {bucket for bucket in met if bucket.tokens <= max_tokens}
+    assert len(usual) == len(set(usual)) <= 120
+
+
+def test_an_empty_cache_that_is_laid_out_has_its_whole_storage_and_serves_as_before() -> None:
+    rows = Rows(max_tokens=4096)
+    rows.cache.lay_out_empty(Bucket(2, 256))
+    assert rows.cache.allocated == 4096
+    rows.cache.lay_out_empty(Bucket(4, 1024))
+    version = rows.cache.version
+    for tokens in (5, 300, 40):
+        rows.join(tokens)
+        rows.step()
+    rows.leave(0)
+    rows.step()
+    assert rows.cache.version == version

@@ -31,6 +31,11 @@ BARS = (
         "at most 100 ms",
         lambda r: (_load(r, "1 picture")["ttft_ms"], 100.0),
     ),
+    (
+        "gaps between tokens of running streams in a burst, p99 over p99 alone",
+        "at most 2",
+        lambda r: (r["settings"][0]["gaps"]["burst_p99_ms"] / r["settings"][0]["gaps"]["idle_p99_ms"], 2.0),
+    ),
 )
 
 
@@ -44,13 +49,10 @@ def page(result: dict[str, Any], tests: str, plot: str) -> str:
     lines = [
         "# One GPU, the whole graph",
         "",
-        (
-            "Made by `tests/gpu/graph.sh`: Dynamo's frontend, this package's workers and NIXL on one GPU, "
-            "with a random model of Qwen2-VL-7B's shape in bfloat16 and a vocabulary of 512 tokens. "
-            "Machine: "
-        )
-        + machine
-        + ".",
+        "Made by `tests/gpu/graph.sh`: Dynamo's frontend, this package's workers and NIXL on one GPU, with a"
+        " random model of Qwen2-VL-7B's shape in bfloat16 and a vocabulary of 512 tokens, each of them whole"
+        " characters."
+        " Machine: " + machine + ".",
         "",
         (
             "TTFT (time to first token) and ITL (mean gap between the tokens of a request after that) are "
@@ -65,6 +67,8 @@ def page(result: dict[str, Any], tests: str, plot: str) -> str:
         *_bars(result),
         "",
         *_gaps(result),
+        "",
+        *_stages(result),
         "",
         "The tests of this folder, on the same machine:",
         "",
@@ -103,11 +107,8 @@ def _bars(result: dict[str, Any]) -> list[str]:
 
 def _gaps(result: dict[str, Any]) -> list[str]:
     lines = [
-        (
-            "Gaps in ms between what arrives of four text streams, alone and while eight requests with "
-            "four large pictures each arrive (a burst). Where the frontend waits for whole characters, "
-            "several tokens arrive together, which lengthens gaps:"
-        ),
+        "Gaps in ms between the tokens of four text streams, alone and while eight requests with four large"
+        " pictures each arrive (a burst):",
         "",
         "| deployment | median alone | p99 alone | median in the burst | p99 in the burst | longest in it |"
         " TTFT of the burst |",
@@ -118,6 +119,20 @@ def _gaps(result: dict[str, Any]) -> list[str]:
             lines.append(
                 f"| {setting['name']} | {' | '.join(f'{value:.1f}' for value in setting['gaps'].values())} |"
             )
+    return lines
+
+
+def _stages(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "Where the time to first token of one large picture goes, means in ms of ten requests, from the"
+        " workers' metrics. What is left to the client's figure is the frontend's and the way between the"
+        " processes; a worker's wait for another holds the other's time:",
+        "",
+    ]
+    for setting in result["settings"]:
+        if "stages" in setting:
+            parts = ", ".join(f"{name} {value:.1f}" for name, value in setting["stages"].items())
+            lines += [f"- {setting['name']}: {parts}"]
     return lines
 
 

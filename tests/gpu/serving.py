@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -25,12 +26,14 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent / "components" / "src")]
 import aiohttp  # noqa: E402
 import torch  # noqa: E402
 
+from dynamo.trtllm.metrics import STAGE_DURATION  # noqa: E402
 from gpu.load import LOADS, Client  # noqa: E402
 from processes.cluster import DEMO_NAME, Cluster  # noqa: E402
-from processes.topologies import deploy  # noqa: E402
+from processes.topologies import Deployment, deploy  # noqa: E402
 
 THROUGH_HOST = "--transfer-through-host"
 LIMITS = {"max_batch_size": 64, "max_seq_len": 8192}
+STAGE_REQUESTS = 10
 PACKAGES = ("ai-dynamo", "nixl", "torch", "transformers")
 
 
@@ -72,6 +75,32 @@ async def ask(url: str, with_burst: bool) -> dict[str, Any]:
         return found
 
 
+async def stages(url: str, deployment: Deployment) -> dict[str, float]:
+    """Mean milliseconds of each stage of requests with one large picture, by role, from the workers' metrics.
+
+    "client: TTFT" is what the client saw of the same requests.
+    """
+
+    def spent() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for role, workers in deployment.workers.items():
+            for sample in workers[0].families()[STAGE_DURATION.name].samples:
+                if sample.name.endswith("_sum"):
+                    name = f"{role}: {sample.labels['stage']}"
+                    found[name] = found.get(name, 0.0) + sample.value * 1e3
+        return found
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        client = Client(session, url, DEMO_NAME, first_seed=50_000)
+        before, times = spent(), []
+        for _ in range(STAGE_REQUESTS):
+            body = client.body(client.pictures(1, 1036), 4)
+            times.append((await client.ask(body, 4)).ttft_ms)
+        after = spent()
+    found = {name: (value - before.get(name, 0.0)) / STAGE_REQUESTS for name, value in after.items()}
+    return {name: ms for name, ms in found.items() if ms >= 0.05} | {"client: TTFT": statistics.mean(times)}
+
+
 def serve(setting: Setting, model: str) -> dict[str, Any]:
     """Start one deployment and measure it."""
     start = time.perf_counter()
@@ -88,10 +117,14 @@ def serve(setting: Setting, model: str) -> dict[str, Any]:
     options += ["--override-engine-args", json.dumps(LIMITS), *setting.options]
     # PYTHONPATH makes the workers processes of their own: CUDA does not survive a fork.
     with Cluster(env={"PYTHONPATH": os.environ["PYTHONPATH"], "OMP_NUM_THREADS": "4"}) as cluster:
-        deploy(setting.topology, cluster, options=options)
+        deployment = deploy(setting.topology, cluster, options=options)
         ready = time.perf_counter() - start
         print(f"{setting.name}: ready after {ready:.0f} s", flush=True)
-        found = asyncio.run(ask(cluster.url, setting.topology in ("agg", "epd_disagg")))
+        with_details = setting.topology in ("agg", "epd_disagg")
+        found = asyncio.run(ask(cluster.url, with_details))
+        if with_details:
+            found["stages"] = asyncio.run(stages(cluster.url, deployment))
+            print("  " + ", ".join(f"{name} {ms:.1f}" for name, ms in found["stages"].items()), flush=True)
     return {"name": setting.name, "topology": setting.topology, "ready_s": ready, **found}
 
 

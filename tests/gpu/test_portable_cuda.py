@@ -15,6 +15,8 @@ from dynamo.trtllm.core import DecodedImage, EncodedMedia, PlacedMedia, Prompt
 from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.engines.factory import create_engine
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState
+from dynamo.trtllm.engines.transformers.causal import continues_unmasked
+from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.engines.transformers.graphs import Recorder
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from engines.contract import Output, add, generate, request, split
@@ -195,3 +197,50 @@ def test_a_recorded_step_is_replayed_and_the_oldest_record_goes_first() -> None:
         recorder.run("a", lambda: counter.add_(1))
     assert len(recorder) == 1
     assert float(counter) == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_kernels_give_what_the_operations_that_they_replace_give(dtype: torch.dtype) -> None:
+    from dynamo.trtllm.engines.transformers import kernels
+
+    limits = {"atol": 2e-2, "rtol": 2e-2} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    both = torch.randn(7, 3, 2 * 331, device="cuda").to(dtype)
+    gate, up = both.split(331, -1)
+    torch.testing.assert_close(kernels.silu_product(both), torch.nn.functional.silu(gate) * up, **limits)
+    values = torch.randn(33, 517, device="cuda").to(dtype)
+    torch.testing.assert_close(kernels.quick_gelu(values), values * torch.sigmoid(1.702 * values), **limits)
+    parts = torch.randn(57, 3, 5, 80, device="cuda").to(dtype)[:, :2]
+    angles = torch.randn(57, 80, device="cuda")
+    turned = torch.cat([-parts[..., 40:], parts[..., :40]], -1).float()
+    expected = parts.float() * angles.cos()[:, None, None] + turned * angles.sin()[:, None, None]
+    torch.testing.assert_close(
+        kernels.rotary(parts, angles.cos(), angles.sin()), expected.to(dtype), **limits
+    )
+
+
+def test_half_precision_prompts_are_continued_without_masks() -> None:
+    assert continues_unmasked(torch.device("cuda"), torch.bfloat16, 128, 128)
+    assert not continues_unmasked(torch.device("cuda"), torch.float32, 128, 128)
+
+
+@pytest.mark.asyncio
+async def test_pixels_and_token_counts_on_the_device_are_those_of_the_processor_on_the_cpu() -> None:
+    """A pixel that is resized on the device may be rounded the other way: 1 of 255, over the deviation of
+    0.26.
+    """
+    engine, _ = await started("cuda")
+    assert isinstance(engine, TransformersEngine)
+    loaded = engine._loaded
+    assert loaded is not None
+    encoder = engine._image
+    assert encoder is not None
+    for side, size in ((0, None), (1, (100, 260)), (2, (317, 90))):
+        image = draw(SEEDS[side]).image
+        image = image if size is None else image.resize(size)
+        expected = loaded.processor.image_processor(images=[image], return_tensors="pt")
+        found = encoder.preprocess(DecodedImage(str(side), image)).tensors
+        assert found["image_grid_thw"].tolist() == expected["image_grid_thw"].tolist()
+        difference = (found["pixel_values"].cpu() - expected["pixel_values"]).abs()
+        assert float(difference.max()) <= 1 / 255 / 0.26 + 1e-3
+        assert float(difference.mean()) <= 1e-3
+    await engine.close()

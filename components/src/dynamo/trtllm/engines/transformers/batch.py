@@ -42,6 +42,11 @@ class Batch(Protocol):
         An exception leaves the batch unusable.
         """
 
+    def record_ahead(self) -> bool:
+        """While no request is running: do a part of what later steps would otherwise wait for. False:
+        nothing is left.
+        """
+
 
 class EagerBatch:
     """Decodes kernel after kernel and chooses on the host: for a CPU, and for models without graphs."""
@@ -52,6 +57,9 @@ class EagerBatch:
         self._all_argmax = True
         self._tokens = torch.zeros(max_rows, 1, dtype=torch.long, device=runner.device)
         self._positions = torch.zeros(max_rows, 1, dtype=torch.long, device=runner.device)
+
+    def record_ahead(self) -> bool:
+        return False
 
     def join(self, sequence: Sequence) -> None:
         assert sequence.keys is not None

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dynamo.trtllm.engines.transformers.causal import continues_unmasked
+
 _COLUMN_STEP = 256
 _ROW_STEP = 4
 
@@ -71,14 +73,17 @@ class PromptCache:
     def masks(
         self, queries: int, blocks: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Masks for the next `queries` tokens of every row, for full and for sliding layers;
-        None where causal attention is all.
+        """Masks for the next `queries` tokens of every row, for full and for sliding layers; None where the
+        queries are causal and see all before them.
 
-        `blocks` [rows, tokens] numbers the tokens that see one another in both
-        directions (images of some models), -1 for none.
+        `blocks` [rows, tokens] numbers the tokens that see one another in both directions (images of some
+        models), -1 for none.
         """
         total, window = self.filled + queries, self.shape.window
-        causal = self.filled == 0 and blocks is None
+        shape = self.shape
+        causal = blocks is None and (
+            self.filled == 0 or continues_unmasked(shape.device, shape.dtype, shape.key_dim, shape.value_dim)
+        )
         if causal and (window is None or total <= window):
             return None, None
         at = torch.arange(self.filled, total, device=self.shape.device)[:, None]

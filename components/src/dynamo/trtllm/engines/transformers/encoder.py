@@ -1,7 +1,8 @@
-"""Images: from pixels to features in batches, from files to features, and how many tokens an image takes. Videos are prepared
-in `video.py`, and encoded in the same way.
+"""Images: from pixels to features in batches, from files to features, and how many tokens an image takes.
+Videos are prepared in `video.py`, and encoded in the same way.
 
-`preprocess`, `tokens_of` and `adopt` may run in any thread and touch no weights; `encode` belongs to the engine's thread.
+`preprocess`, `tokens_of` and `adopt` may run in any thread and touch no weights; `encode` belongs to the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -20,13 +22,14 @@ from dynamo.trtllm.engines.port import MediaInput
 from dynamo.trtllm.engines.transformers.families import ImageRules
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
 from dynamo.trtllm.engines.transformers.tokens import ImageTokens
+from dynamo.trtllm.engines.transformers.vision import derived, moved
 from dynamo.trtllm.errors import ClientFault, require_room
 
 
 @dataclass(frozen=True)
 class TowerInputs:
-    """One item as the vision or audio tower takes it: the processor's tensors, the first dimension counts images,
-    patches or sounds.
+    """One item as the vision or audio tower takes it: the processor's tensors, the first dimension counts
+    images, patches or sounds.
     """
 
     digest: str
@@ -46,27 +49,47 @@ class MediaEncoder(Protocol):
 
 
 class FeatureCall:
-    """A model's method from pixels to features, `get_image_features` or `get_video_features`, for items in batches."""
+    """A model's method from pixels to features, `get_image_features` or `get_video_features`, for items in
+    batches.
+    """
 
     def __init__(self, loaded: LoadedModel, method: str) -> None:
         self._loaded = loaded
         self._features_of = getattr(loaded.model.base_model, method)
         self._inputs = set(inspect.signature(self._features_of).parameters) - {"kwargs"}
+        with_grids = loaded.device.type == "cuda" and loaded.family is not None and loaded.family.grid
+        self._tower = loaded.model.base_model.visual if with_grids else None
+        """Given its sizes on the host."""
 
     def inputs_in(self, output: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What the method takes of a processor's output."""
-        return {name: value for name, value in output.items() if name in self._inputs and isinstance(value, torch.Tensor)}
+        return {
+            name: value
+            for name, value in output.items()
+            if name in self._inputs and isinstance(value, torch.Tensor)
+        }
 
     def __call__(self, items: Sequence[TowerInputs]) -> list[dict[str, torch.Tensor]]:
         """The levels of features of each item, as `EncodedMedia.tensors`."""
         inputs = {name: _stack([item.tensors[name] for item in items]) for name in items[0].tensors}
+        given: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():
-            dtype = self._loaded.dtype if tensor.is_floating_point() and name.startswith("pixel_values") else None
+            kind, is_grid, _ = name.partition("_grid_thw")
+            if self._tower is not None and is_grid:
+                # A keyword with the kind's name before it goes to the tower.
+                inputs[name] = tensor.cpu()
+                found = derived(self._tower, inputs[name], self._loaded.device)
+                given = {f"{kind}_{key}": each for key, each in found.items()}
+                continue
+            dtype = (
+                self._loaded.dtype if tensor.is_floating_point() and name.startswith("pixel_values") else None
+            )
             inputs[name] = tensor.to(self._loaded.device, dtype)
-        output = self._features_of(**inputs, return_dict=True)
+        output = self._features_of(**inputs, **given, return_dict=True)
         levels = [output.pooler_output, *(output.deepstack_features if self._loaded.levels else ())]
         return [
-            {_level_name(number): level[at].contiguous() for number, level in enumerate(levels)} for at in range(len(items))
+            {_level_name(number): level[at].contiguous() for number, level in enumerate(levels)}
+            for at in range(len(items))
         ]
 
 
@@ -102,12 +125,19 @@ class ImageEncoder:
         if not isinstance(item, DecodedImage):
             raise ClientFault(f"this model takes no {item.kind}")
         processor = self._loaded.processor.image_processor
-        asked = self._rules.call(processor, item.options).preparing
+        asked = {**self._processor_options(), **self._rules.call(processor, item.options).preparing}
+        image: Any = item.image
+        if "device" in asked:
+            # Given there, it is neither laid out nor copied by a thread that others wait for.
+            image = moved(torch.from_numpy(np.array(image)), self._loaded.device).permute(2, 0, 1)
+            asked["input_data_format"] = "channels_first"
         try:
-            output = processor(images=[item.image], return_tensors="pt", **self._processor_options(), **asked)
+            output = processor(images=[image], return_tensors="pt", **asked)
         except (ValueError, ZeroDivisionError) as error:
             size = f"{item.image.width} x {item.image.height}"
-            raise ClientFault(f"this model cannot take an image of {size} pixels; use a larger or less elongated one") from error
+            raise ClientFault(
+                f"this model cannot take an image of {size} pixels; use a larger or less elongated one"
+            ) from error
         return TowerInputs(item.digest, self._features.inputs_in(output))
 
     def _processor_options(self) -> dict[str, Any]:
@@ -126,12 +156,16 @@ class ImageEncoder:
         encoded = zip(images, self._features(images), sizes, strict=True)
         return [self._assemble(image.digest, tensors, extras) for image, tensors, extras in encoded]
 
-    def _assemble(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: dict[str, Any]) -> EncodedMedia:
+    def _assemble(
+        self, digest: str, tensors: Mapping[str, torch.Tensor], extras: dict[str, Any]
+    ) -> EncodedMedia:
         rows = int(tensors["features"].shape[0])
         return EncodedMedia("image", digest, tensors, self._rules.expand(self._image, rows, extras), extras)
 
     def tokens_of(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> int | None:
-        """Length of the expansion of an image of (width, height), or None when the model does not take its shape."""
+        """Length of the expansion of an image of (width, height), or None when the model does not take its
+        shape.
+        """
         width, height = sizes
         rows = self._rows_of(width, height, options)
         if rows is None:
@@ -139,7 +173,9 @@ class ImageEncoder:
         return rows + len(self._image.begin) + (len(self._image.end) if self._image.row_end is None else 0)
 
     def _rows_of(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
-        """Tokens as the processor counts them: rows of features, with the breaks between them where a model has such."""
+        """Tokens as the processor counts them: rows of features, with the breaks between them where a model
+        has such.
+        """
         processor = self._loaded.processor
         asked = self._rules.call(processor.image_processor, options).counting
         try:
@@ -148,12 +184,18 @@ class ImageEncoder:
             return None
         return int(counts.num_image_tokens[0])
 
-    def adopt(self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]) -> EncodedMedia:
-        """Check features from a file and lay out their expansion. Raises `ClientFault` saying what does not fit."""
+    def adopt(
+        self, digest: str, tensors: Mapping[str, torch.Tensor], extras: Mapping[str, Any]
+    ) -> EncodedMedia:
+        """Check features from a file and lay out their expansion. Raises `ClientFault` saying what does not
+        fit.
+        """
         names = [_level_name(i) for i in range(self._loaded.levels + 1)]
         missing = [name for name in names if name not in tensors]
         if missing:
-            raise ClientFault(f"this model needs {len(names)} levels of embeddings; {', '.join(missing)} is missing")
+            raise ClientFault(
+                f"this model needs {len(names)} levels of embeddings; {', '.join(missing)} is missing"
+            )
         levels = [self._level(name, tensors[name]) for name in names]
         rows = int(levels[0].shape[0])
         if any(level.shape[0] != rows for level in levels):
@@ -166,7 +208,9 @@ class ImageEncoder:
     def _level(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         flat = rows_of_one_item(name, tensor, self._loaded.hidden_size)
         if not flat.is_floating_point():
-            raise ClientFault(f"{name} must be floating point, not {str(tensor.dtype).removeprefix('torch.')}")
+            raise ClientFault(
+                f"{name} must be floating point, not {str(tensor.dtype).removeprefix('torch.')}"
+            )
         cast = flat.detach().to(self._loaded.dtype)
         if not bool(torch.isfinite(cast).all()):
             raise ClientFault(f"{name} holds values that are not finite in the model's type")

@@ -21,7 +21,7 @@ from dynamo.trtllm.engines.transformers.encoder import ImageEncoder, MediaEncode
 from dynamo.trtllm.engines.transformers.grammars import Grammars
 from dynamo.trtllm.engines.transformers.graphs import GraphBatch
 from dynamo.trtllm.engines.transformers.intake import Intake
-from dynamo.trtllm.engines.transformers.interleave import Interleave
+from dynamo.trtllm.engines.transformers.interleave import Interleave, clock_of
 from dynamo.trtllm.engines.transformers.loading import LoadedModel, load_model, load_tokenizer
 from dynamo.trtllm.engines.transformers.media import encoders_of
 from dynamo.trtllm.engines.transformers.options import EngineOptions, parse_options
@@ -78,8 +78,11 @@ class TransformersEngine(Engine):
         batch: Batch = EagerBatch(runner, self._options.max_batch_size)
         interleave = None
         if decodes_in_graphs(loaded, self._options):
-            batch = GraphBatch(runner, self._options.max_batch_size, loaded.kv_tokens)
-            interleave = Interleave(loaded.model)
+            longest = self._context_length if self._config.role.decodes else 0
+            batch = GraphBatch(runner, self._options.max_batch_size, loaded.kv_tokens, longest)
+            while batch.record_ahead():
+                pass
+            interleave = Interleave(loaded.model, clock_of(loaded.device))
             self._decoding = "cuda graphs"
         self._loaded = loaded
         self._intake = Intake(loaded, self._options, self._context_length)
@@ -140,14 +143,21 @@ class TransformersEngine(Engine):
         worker.require_alive()
         loop = asyncio.get_running_loop()
         jobs: list[EncodeJob] = []
+        encoders = [self._require_encoder(item.kind) for item in items]
+        # All at once, so that requests are served in the order in which they came.
+        preparing = [
+            loop.run_in_executor(self._preparing, encoder.preprocess, item)
+            for encoder, item in zip(encoders, items, strict=True)
+        ]
         try:
-            for item in items:
-                prepare = self._require_encoder(item.kind).preprocess
-                pixels = await loop.run_in_executor(self._preparing, prepare, item)
-                jobs.append(EncodeJob(item.kind, pixels, Sink()))
+            for item, pixels in zip(items, preparing, strict=True):
+                jobs.append(EncodeJob(item.kind, await pixels, Sink()))
                 worker.submit(jobs[-1])
             return [await job.sink.get() for job in jobs]
         except BaseException:
+            for pixels in preparing:
+                if not pixels.cancel() and not pixels.cancelled():
+                    pixels.exception()  # one failure is enough to tell
             for job in jobs:
                 worker.cancel(job)
             raise

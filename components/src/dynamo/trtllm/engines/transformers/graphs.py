@@ -10,7 +10,7 @@ starts before the host has read what the last one chose.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,12 @@ from dynamo.trtllm.engines.transformers.grammars import Masks
 from dynamo.trtllm.engines.transformers.rows import RowTable
 from dynamo.trtllm.engines.transformers.runner import ModelRunner
 from dynamo.trtllm.engines.transformers.sequence import Sequence
-from dynamo.trtllm.engines.transformers.static_cache import Bucket, StaticCache
+from dynamo.trtllm.engines.transformers.static_cache import Bucket, StaticCache, usual_buckets
 from dynamo.trtllm.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 48
+MAX_GRAPHS = 160
 """Each holds a few megabytes on the device; the one that was not used for longest goes first."""
 
 
@@ -46,6 +46,14 @@ class Recorder:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more can be recorded without giving one up."""
+        return self._records and len(self._graphs) < self._most
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Do `step`, which is always the same for the same `key`."""
@@ -117,7 +125,10 @@ class GraphBatch:
     computed once more, in vain: its sequence is finished, and the token means nothing.
     """
 
-    def __init__(self, runner: ModelRunner, max_rows: int, max_tokens: int, records: bool = True) -> None:
+    def __init__(
+        self, runner: ModelRunner, max_rows: int, max_tokens: int, max_columns: int = 0, records: bool = True
+    ) -> None:
+        """`max_columns`: the most tokens of a request, for which steps are recorded ahead; 0: none are."""
         shape = runner.shape
         self.sequences: list[Sequence] = []
         self._runner = runner
@@ -128,6 +139,9 @@ class GraphBatch:
         self._results: dict[int, torch.Tensor] = {}
         self._max_rows = max_rows
         self._kind = Kind()
+        self._usual = usual_buckets(max_rows, max_columns, max_tokens) if max_columns else []
+        self._ahead: dict[Kind, deque[Bucket]] = {Kind(): deque(self._usual)}
+        """What is still to be recorded, by the kinds of steps that were wanted so far."""
         self._flight: _Flight | None = None
 
     def join(self, sequence: Sequence) -> None:
@@ -168,6 +182,34 @@ class GraphBatch:
         self._flight = self._launch(before)
         return failed if before is None else before.read()
 
+    def record_ahead(self) -> bool:
+        """While no request is running: record one more step that may be wanted. False: nothing is left to
+        do.
+
+        Recording takes as long as several steps, and running requests would wait for it. Steps are recorded
+        for what requests have asked for so far, plain greedy ones first.
+        """
+        if self.sequences or not self._recorder.has_room:
+            return False
+        for kind, buckets in self._ahead.items():
+            while buckets:
+                bucket = buckets.popleft()
+                if (bucket, kind) not in self._recorder:
+                    return self._record(bucket, kind)
+        return False
+
+    def _record(self, bucket: Bucket, kind: Kind) -> bool:
+        try:
+            self._cache.lay_out_empty(bucket)
+            self._run(bucket, kind)
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "too little memory is left to record decode steps ahead; each is recorded when it is needed"
+            )
+            self._ahead, self._usual = {}, []
+            return False
+        return True
+
     def _write_masks(self) -> list[Chosen]:
         """Tell the device what the grammars allow; those of no more use fail their requests."""
         failed = []
@@ -185,6 +227,7 @@ class GraphBatch:
 
     def _settle(self) -> None:
         self._kind = Kind.of([s.choice for s in self.sequences], self._table.vocabulary)
+        self._ahead.setdefault(self._kind, deque(self._usual))
 
     def _goes_on(self, before: _Flight | None) -> bool:
         coming = set() if before is None else {id(s) for s in before.sequences}
@@ -192,12 +235,8 @@ class GraphBatch:
 
     def _launch(self, before: _Flight | None) -> _Flight:
         bucket = self._cache.fit(len(self.sequences), max(self._cache.held) + 1)
-        if self._recorded != self._cache.version:
-            self._recorder.clear()
-            self._recorded = self._cache.version
         kind = self._kind
-        result = self._result(kind.columns)[: bucket.rows]
-        self._recorder.run((bucket, kind), lambda: self._compute(bucket, kind, result))
+        result = self._run(bucket, kind)
         self._cache.end_step()
         on_host = result[: len(self.sequences)].to("cpu", non_blocking=True, copy=True)
         arrived = None
@@ -205,6 +244,17 @@ class GraphBatch:
             arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             arrived.record()
         return _Flight(list(self.sequences), kind, on_host, arrived)
+
+    def _run(self, bucket: Bucket, kind: Kind) -> torch.Tensor:
+        """A step of `bucket`, which is laid out; returns where its result will be, [rows, kind.columns] on
+        the device.
+        """
+        if self._recorded != self._cache.version:
+            self._recorder.clear()
+            self._recorded = self._cache.version
+        result = self._result(kind.columns)[: bucket.rows]
+        self._recorder.run((bucket, kind), lambda: self._compute(bucket, kind, result))
+        return result
 
     def _result(self, columns: int) -> torch.Tensor:
         if columns not in self._results:

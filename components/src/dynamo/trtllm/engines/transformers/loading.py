@@ -23,6 +23,7 @@ from dynamo.trtllm.engines.transformers.families import FAMILIES, Family, suppor
 from dynamo.trtllm.engines.transformers.fusion import fuse
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.engines.transformers.tokens import MediaTokens
+from dynamo.trtllm.engines.transformers.vision import quicken
 from dynamo.trtllm.errors import StartupError
 from dynamo.trtllm.model_files import architectures_of, read_model_json
 
@@ -101,6 +102,8 @@ def load_model(directory: str, config: EngineConfig, options: EngineOptions) -> 
     text_model = model if decoder is None else decoder
     if device.type == "cuda":
         fuse(text_model)
+        if family is not None and family.grid:
+            quicken(model.base_model.visual)
     stock_attention = str(text_model.config._attn_implementation)
     text_model.set_attn_implementation(ATTENTION_NAME)
     served = family if config.modality is Modality.MULTIMODAL else None

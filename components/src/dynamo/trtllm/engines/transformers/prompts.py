@@ -14,8 +14,6 @@ from dynamo.trtllm.engines.transformers.runner import Chunk, ModelRunner
 from dynamo.trtllm.engines.transformers.sequence import Sequence
 
 _MAX_ROWS = 32
-LONG_TOKENS = 1024
-"""Tokens in one pass from which on it is interrupted for running requests, on a GPU."""
 
 
 class Prompts:
@@ -38,14 +36,18 @@ class Prompts:
         chunks = self._next_chunks()
         if not chunks:
             return
-        long = sum(c.stop - c.start for c in chunks) >= LONG_TOKENS
         try:
-            with nullcontext() if self._interleave is None else self._interleave.block(long):
+            with nullcontext() if self._interleave is None else self._interleave.block():
                 logits = self._runner.prefill(chunks)
         except Exception as error:
             yield from self._compute_apart(chunks, error)
             return
         self._computed.append((chunks, logits))
+
+    @property
+    def completed(self) -> bool:
+        """Whether among what `take_computed` will give is the end of a prompt."""
+        return any(c.stop == len(c.sequence.prompt_ids) for chunks, _ in self._computed for c in chunks)
 
     def take_computed(self) -> list[tuple[list[Chunk], torch.Tensor]]:
         """Chunks that were computed since the last call, and the logits [chunks,

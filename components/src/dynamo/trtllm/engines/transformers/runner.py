@@ -11,7 +11,10 @@ import torch
 
 from dynamo.trtllm.engines.transformers.cache import BatchCache, PromptCache
 from dynamo.trtllm.engines.transformers.loading import LoadedModel
+from dynamo.trtllm.engines.transformers.positions import positions_with_images
 from dynamo.trtllm.engines.transformers.sequence import ImageSpan, Sequence
+from dynamo.trtllm.engines.transformers.tokens import ImageTokens
+from dynamo.trtllm.engines.transformers.vision import moved
 
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -61,14 +64,27 @@ class ModelRunner:
             spans[span.start : span.stop] = number
             features[span.start : span.stop] = self._loaded.features[span.item.kind]
         is_feature = (spans >= 0) & (ids == features)
-        sequence.feature_mask = is_feature.to(self._device)
+        sequence.feature_mask = moved(is_feature, self._device)
         if family.mutual:
-            sequence.mutual = spans.masked_fill(~is_feature, -1).to(self._device)
+            sequence.mutual = moved(spans.masked_fill(~is_feature, -1), self._device)
         if family.grid:
             self._place(sequence, ids, is_feature)
 
     def _place(self, sequence: Sequence, ids: torch.Tensor, is_feature: torch.Tensor) -> None:
         """Set the positions that the model itself gives to a prompt with media (M-RoPE)."""
+        if all(span.item.kind == "image" for span in sequence.images):
+            tokens = self._loaded.tokens["image"]
+            assert isinstance(tokens, ImageTokens)
+            images = [(span.start, span.item.extras["image_grid_thw"]) for span in sequence.images]
+            positions = positions_with_images(len(ids), images, tokens.merge)
+        else:
+            positions = self._rope_index(sequence, ids, is_feature)
+        # As `generate` goes on: behind the last token, even where a video's times lie further ahead.
+        sequence.rope_delta = int(positions[:, -1].max()) + 1 - len(ids)
+        sequence.positions = moved(positions, self._device)
+
+    def _rope_index(self, sequence: Sequence, ids: torch.Tensor, is_feature: torch.Tensor) -> torch.Tensor:
+        """[3, tokens] by the model's own method."""
         kinds, sizes = torch.zeros_like(ids), {}
         for number, kind in enumerate(("image", "video"), start=1):
             items = [span.item for span in sequence.images if span.item.kind == kind]
@@ -80,10 +96,10 @@ class ModelRunner:
         paces = [item.extras["second_per_grid_ts"] for item in videos if "second_per_grid_ts" in item.extras]
         if paces:
             sizes["second_per_grid_ts"] = torch.tensor(paces)
-        positions, _ = self._loaded.model.base_model.get_rope_index(ids[None], kinds[None], **sizes)
-        sequence.positions = positions[:, 0].to(self._device)
-        # As `generate` goes on: behind the last token, even where a video's times lie further ahead.
-        sequence.rope_delta = int(positions[:, 0, -1].max()) + 1 - len(ids)
+        positions: torch.Tensor = self._loaded.model.base_model.get_rope_index(
+            ids[None], kinds[None], **sizes
+        )[0]
+        return positions[:, 0]
 
     def prefill(self, chunks: abc.Sequence[Chunk]) -> torch.Tensor:
         """Compute `chunks` in one forward; several only if each is whole.
@@ -99,7 +115,7 @@ class ModelRunner:
                 chunk.sequence.prompt_ids[chunk.start : chunk.stop]
             )
         masks = cache.masks(width, self._mutual(chunks, cache.filled + width))
-        embeds, extra = self._embed(ids.to(self._device), chunks)
+        embeds, extra = self._embed(moved(ids, self._device), chunks)
         last = [c.stop - c.start - 1 for c in chunks]
         logits = self._forward(embeds, self._positions(chunks, width), masks, cache, last, extra)
         cache.filled += width
@@ -148,7 +164,11 @@ class ModelRunner:
         if self._loaded.decoder is not None:
             assert self._head is not None
             hidden = self._loaded.decoder(**inputs, **extra, use_cache=True).last_hidden_state
-            picked = hidden[:, -1] if last is None else hidden[list(range(len(last))), last]
+            picked = (
+                hidden[:, -1]
+                if last is None
+                else torch.stack([hidden[row, at] for row, at in enumerate(last)])
+            )
             logits: torch.Tensor = self._head(picked)
             return logits
         if last is None:

@@ -1,9 +1,11 @@
-"""Continuous batching: which requests compute in the next step, what they hold, and what each step gives to them.
+"""Continuous batching: which requests compute in the next step, what they hold, and what each step gives to
+them.
 
-A request waits, in order of arrival, until KV cache blocks are free for its whole length; then its prompt is computed, in chunks
-that fit the step's budget, then it joins the batch that is decoded in one forward per step. It leaves between two steps.
-Blocks are set aside for prompt and longest output at once, so a running request never runs out of them. The rows of the batch are
-padded to the longest, and the padding counts: what is used is what the memory holds.
+A request waits, in order of arrival, until KV cache blocks are free for its whole length; then its prompt
+is computed, in chunks that fit the step's budget, then it joins the batch that is decoded in one forward
+per step. It leaves between two steps. Blocks are set aside for prompt and longest output at once, so a
+running request never runs out of them. The rows of the batch are padded to the longest, and the padding
+counts: what is used is what the memory holds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from dynamo.trtllm.errors import EngineDead, EngineFault, WorkerError
 
 
 class Scheduler:
-    """All sequences of the engine. Owned by the engine's thread; `events` are taken by the worker after each phase."""
+    """All sequences of the engine. Owned by the engine's thread; `events` are taken by the worker after
+    each phase.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,9 @@ class Scheduler:
         self._runner = runner
         self._batch = batch
         self.interleave = interleave
-        """Lets decoding come between the layers of long passes, where it takes no time of the engine's thread."""
+        """Lets decoding come between the layers of long passes, where it takes no time of the engine's
+        thread.
+        """
         self._options = options
         self._waiting: deque[Sequence] = deque()
         self._prompts = Prompts(runner, options, interleave)
@@ -67,8 +73,24 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._batch.sequences or self._prompts.sequences or self._waiting)
 
+    @property
+    def running(self) -> bool:
+        """Whether there are requests to decode for."""
+        return bool(self._batch.sequences)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether prompts were admitted that are not computed yet."""
+        return bool(self._prompts.sequences)
+
     def sequences(self) -> list[Sequence]:
         return [*self._waiting, *self._prompts.sequences, *self._batch.sequences]
+
+    def record_ahead(self) -> bool:
+        """While there is no work: do a part of what later steps would otherwise wait for. False: nothing is
+        left.
+        """
+        return self._batch.record_ahead()
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -93,13 +115,20 @@ class Scheduler:
         for sequence, error in self._prompts.compute():
             self._fail(sequence, error)
 
+    @property
+    def completes_prompts(self) -> bool:
+        """Whether `finish_prefill` has first tokens to choose, for which it waits for the device."""
+        return self._prompts.completed
+
     def finish_prefill(self) -> None:
         """Choose the first tokens of the prompts that `prefill_step` completed."""
         for chunks, logits in self._prompts.take_computed():
             self._account(chunks, logits)
 
     def decode_step(self) -> None:
-        """Hand on what the batch chose for its requests. An exception leaves it unusable: the engine is dead."""
+        """Hand on what the batch chose for its requests. An exception leaves it unusable: the engine is
+        dead.
+        """
         if not self._batch.sequences:
             return
         for sequence, token, logprobs, error in self._batch.step():
@@ -118,7 +147,9 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            rows = len(self._batch.sequences) + sum(s.stage is not Stage.PREFILL for s in self._prompts.sequences)
+            rows = len(self._batch.sequences) + sum(
+                s.stage is not Stage.PREFILL for s in self._prompts.sequences
+            )
             if sequence.stage is not Stage.PREFILL and rows >= self._options.max_batch_size:
                 return
             if _blocks((sequence, *self._prompts.sequences, *self._batch.sequences)) > self.total_blocks:
@@ -145,7 +176,11 @@ class Scheduler:
 
     def _account(self, chunks: list[Chunk], logits: torch.Tensor) -> None:
         self.prompt_tokens += sum(c.stop - c.start for c in chunks)
-        rows = [row for row, c in enumerate(chunks) if c.stop == len(c.sequence.prompt_ids) and self._begin(c.sequence)]
+        rows = [
+            row
+            for row, c in enumerate(chunks)
+            if c.stop == len(c.sequence.prompt_ids) and self._begin(c.sequence)
+        ]
         if not rows:
             return
         sequences = [chunks[row].sequence for row in rows]
@@ -231,6 +266,8 @@ def device_is_lost(error: Exception) -> bool:
 
 
 def _blocks(sequences: abc.Collection[Sequence]) -> int:
-    """KV cache blocks of `sequences`: the batch's rows, each as long as the longest, and those of prefill alone."""
+    """KV cache blocks of `sequences`: the batch's rows, each as long as the longest, and those of prefill
+    alone.
+    """
     batch = [s.blocks for s in sequences if s.stage is not Stage.PREFILL]
     return len(batch) * max(batch, default=0) + sum(s.blocks for s in sequences if s.stage is Stage.PREFILL)

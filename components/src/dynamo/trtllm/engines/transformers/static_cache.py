@@ -17,6 +17,10 @@ from dynamo.trtllm.engines.transformers.cache import CacheShape
 _SMALLEST_COLUMNS = 256
 _TIGHT_STEP = 8
 """Attention wants rows of a multiple of eight columns."""
+_MOVED_AT_ONCE = 1 << 15
+"""Tokens up to which all layers move in one copy, which needs room for them a second time; of more, a layer
+at a time.
+"""
 _FIRST_SHARE = 8
 """The first allocation is this part of what may be used: three doublings reach the whole."""
 
@@ -42,6 +46,14 @@ def bucket_for(rows: int, columns: int, max_rows: int, max_tokens: int) -> Bucke
     if rounded.tokens <= max_tokens:
         return rounded
     return Bucket(rows, -(-columns // _TIGHT_STEP) * _TIGHT_STEP)
+
+
+def usual_buckets(max_rows: int, max_columns: int, max_tokens: int) -> list[Bucket]:
+    """What `bucket_for` rounds to for up to `max_rows` of up to `max_columns`, the smallest first."""
+    rows = {min(_rounded(count, 1), max_rows) for count in range(1, max_rows + 1)}
+    columns = {_rounded(count, _SMALLEST_COLUMNS) for count in range(1, max_columns + 1)}
+    buckets = (Bucket(r, c) for r in rows for c in columns)
+    return sorted((b for b in buckets if b.tokens <= max_tokens), key=lambda b: (b.tokens, b.rows))
 
 
 def _rounded(count: int, smallest: int) -> int:
@@ -103,6 +115,13 @@ class StaticCache:
             self._lay_out(wanted)
         return self.bucket
 
+    def lay_out_empty(self, bucket: Bucket) -> None:
+        """Lay out `bucket`, while there is no row, in storage that has room for all that may be used."""
+        if self.allocated < self._max_tokens:
+            self._grow(bucket, self._max_tokens)
+        elif bucket != self.bucket:
+            self._lay_out(bucket)
+
     def join(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Copy a request's [layers, kv_heads, tokens, dim] into a new row, the last; returns its index."""
         row, tokens = len(self.held), keys.shape[2]
@@ -158,9 +177,15 @@ class StaticCache:
     def _lay_out(self, bucket: Bucket) -> None:
         """Move what the rows hold to where `bucket` has it, in larger storage if it needs that."""
         if bucket.tokens > self.allocated:
-            self._grow(bucket)
+            self._grow(bucket, max(2 * self.allocated, self._max_tokens // _FIRST_SHARE))
             return
         keys, values = self._views(self._storage, bucket)
+        if len(self.held) * max(self.held, default=0) <= _MOVED_AT_ONCE:
+            self._move(self._keys, keys, copy=True)
+            self._move(self._values, values, copy=True)
+            self._use(keys, values)
+            self.bucket = bucket
+            return
         # A layer's new place overlaps old ones of later layers when the batch grows, else of earlier layers.
         layers = range(self.shape.layers)
         for layer in reversed(layers) if bucket.tokens > self.bucket.tokens else layers:
@@ -169,11 +194,11 @@ class StaticCache:
         self._use(keys, values)
         self.bucket = bucket
 
-    def _grow(self, bucket: Bucket) -> None:
-        most = max(self._max_tokens, bucket.tokens)
-        storage = self._allocate(
-            min(max(bucket.tokens, 2 * self.allocated, self._max_tokens // _FIRST_SHARE), most)
-        )
+    def _grow(self, bucket: Bucket, tokens: int) -> None:
+        """Move into storage for `tokens` tokens, as far as that many may be used, and for `bucket` in any
+        case.
+        """
+        storage = self._allocate(max(bucket.tokens, min(tokens, self._max_tokens)))
         keys, values = self._views(storage, bucket)
         for layer in range(self.shape.layers):
             self._move(self._layer_keys[layer], keys[layer])
@@ -183,6 +208,7 @@ class StaticCache:
         self.version += 1
 
     def _move(self, old: torch.Tensor, new: torch.Tensor, copy: bool = False) -> None:
+        """Of one layer or of all: `old` and `new` are [..., rows, kv_heads, columns, dim]."""
         rows, used = len(self.held), max(self.held, default=0)
-        source = old[:rows, :, :used]
-        new[:rows, :, :used] = source.clone() if copy else source
+        source = old[..., :rows, :, :used, :]
+        new[..., :rows, :, :used, :] = source.clone() if copy else source

@@ -17,6 +17,7 @@ import torch
 
 from dynamo.trtllm import metrics
 from dynamo.trtllm.engines.transformers.encoder import MediaEncoder, TowerInputs
+from dynamo.trtllm.engines.transformers.interleave import Interleave
 from dynamo.trtllm.engines.transformers.scheduler import Scheduler, device_is_lost
 from dynamo.trtllm.engines.transformers.sequence import Sequence
 from dynamo.trtllm.errors import EngineDead, EngineFault, ShuttingDown, WorkerError
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 _MAX_ENCODE_BATCH = 16
 _MAX_ENCODE_VALUES = 1 << 23
 """Pixel values in one pass of the vision tower: running requests wait for no more than that."""
-_LONG_PICTURES = 1 << 22
-"""Pixel values from which on a pass is interrupted for running requests, on a GPU."""
+_QUIET_S = 0.5
+"""Without a request for so long, the engine gets ready for more of them."""
 
 
 @dataclass(eq=False)
@@ -151,33 +152,52 @@ class Worker:
             self._end_all(self._scheduler, reason)
 
     def _run(self, scheduler: Scheduler) -> None:
-        if scheduler.interleave is not None:
-            scheduler.interleave.call = lambda: self._decode_between(scheduler)
-        while self._take_commands(scheduler):
-            if self._encodes:
-                self._encode_step()
-                self._decode_between(scheduler)
-            scheduler.prefill_step()
-            self._decode_between(scheduler)
-            scheduler.finish_prefill()
-            self._flush(scheduler)
-            scheduler.decode_step()
-            self._flush(scheduler)
+        if scheduler.interleave is None:
+            while self._take_commands(scheduler):
+                if self._encodes:
+                    self._encode_step()
+                    self._flush(scheduler)
+                scheduler.prefill_step()
+                self._flush(scheduler)
+                scheduler.finish_prefill()
+                self._flush(scheduler)
+                self._decode(scheduler)
+        else:
+            scheduler.interleave.serve(lambda: scheduler.running, lambda: self._decode(scheduler))
+            while self._take_commands(scheduler):
+                self._interleaved_step(scheduler, scheduler.interleave)
 
-    def _decode_between(self, scheduler: Scheduler) -> None:
-        """On a GPU, which works through what was launched: running requests get their tokens meanwhile."""
-        if scheduler.interleave is not None:
-            if scheduler.interleave.error is not None:
-                raise scheduler.interleave.error
-            scheduler.decode_step()
+    def _interleaved_step(self, scheduler: Scheduler, interleave: Interleave) -> None:
+        """On a GPU, which works through what was launched: running requests get their tokens meanwhile,
+        when they are due.
+        """
+        if self._encodes:
+            self._encode_step()
+            self._flush(scheduler)
+        scheduler.prefill_step()
+        self._flush(scheduler)
+        completes = scheduler.completes_prompts
+        if completes or interleave.due:
+            interleave.step()  # so that the device is busy while first tokens are chosen
+        scheduler.finish_prefill()
+        self._flush(scheduler)
+        if completes or interleave.due or not (self._encodes or scheduler.prefilling):
+            interleave.step()
+
+    def _decode(self, scheduler: Scheduler) -> None:
+        scheduler.decode_step()
         self._flush(scheduler)
 
     def _take_commands(self, scheduler: Scheduler) -> bool:
         """Carry out what was asked since the last step, waiting for something when there is no work.
         False: stop."""
-        idle = not scheduler.has_work and not self._encodes
+        idle, left = not scheduler.has_work and not self._encodes, True
         while idle or not self._commands.empty():
-            name, item = self._commands.get()
+            try:
+                name, item = self._commands.get(timeout=_QUIET_S if idle and left else None)
+            except queue.Empty:
+                left = scheduler.record_ahead()
+                continue
             idle = False
             if name == "stop":
                 return False
@@ -207,7 +227,7 @@ class Worker:
         assert self._scheduler is not None
         interleave = self._scheduler.interleave
         try:
-            with nullcontext() if interleave is None else interleave.block(values >= _LONG_PICTURES):
+            with nullcontext() if interleave is None else interleave.block():
                 events = self._encode(jobs)
             self._scheduler.events.extend(events)
         except BaseException:
