@@ -32,7 +32,7 @@ out=$(realpath "$out")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir "$work"/{wheels,runtime,nixl,rest,own}
+mkdir "$work"/{wheels,runtime,nixl,media,rest,own}
 
 # Which packages: the machine's own versions wherever they satisfy pyproject.toml,
 # since uv prefers what its output file names.
@@ -61,6 +61,7 @@ for wheel in "$work"/wheels/*.whl; do
     case $(basename "$wheel") in
         ai_dynamo_runtime-*) place=runtime ;;
         nixl_cu*) place=nixl ;;
+        av-*) place=media ;;
         *) place=rest ;;
     esac
     unzip -q -o "$wheel" -d "$work/$place"
@@ -75,7 +76,7 @@ git ls-files -z components tests launch pyproject.toml | xargs -0 cp --parents -
 
 number=0
 rm -f "$out"/part-*.tar.xz
-for place in runtime nixl rest own; do
+for place in runtime nixl media rest own; do
     number=$((number + 1))
     tar c -C "$work/$place" . | xz -T0 -6 >"$work/$place.tar.xz"
     mv "$work/$place.tar.xz" "$out/part-$number.tar.xz"

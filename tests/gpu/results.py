@@ -59,7 +59,7 @@ def page(result: dict[str, Any], tests: str, plot: str) -> str:
             "medians over requests, measured at the client, the first round left out; tokens/s count a "
             "whole round, prompts included. A large picture has 1036 x 1036 pixels, which are 1,369 "
             "tokens, a small one 224 x 224 and 64 tokens. Every picture is new. All workers of a "
-            "deployment share the GPU."
+            "deployment share the GPU. Deployments that are not in the table were not measured in this run."
         ),
         "",
         *_loads(result),

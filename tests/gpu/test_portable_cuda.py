@@ -228,16 +228,16 @@ async def test_pixels_and_token_counts_on_the_device_are_those_of_the_processor_
     """A pixel that is resized on the device may be rounded the other way: 1 of 255, over the deviation of
     0.26.
     """
+    from transformers import AutoProcessor
+
     engine, _ = await started("cuda")
     assert isinstance(engine, TransformersEngine)
-    loaded = engine._loaded
-    assert loaded is not None
-    encoder = engine._image
-    assert encoder is not None
+    encoder = engine._require_encoder("image")
+    processor = AutoProcessor.from_pretrained(DEMO_DIRECTORY).image_processor
     for side, size in ((0, None), (1, (100, 260)), (2, (317, 90))):
         image = draw(SEEDS[side]).image
         image = image if size is None else image.resize(size)
-        expected = loaded.processor.image_processor(images=[image], return_tensors="pt")
+        expected = processor(images=[image], return_tensors="pt")
         found = encoder.preprocess(DecodedImage(str(side), image)).tensors
         assert found["image_grid_thw"].tolist() == expected["image_grid_thw"].tolist()
         difference = (found["pixel_values"].cpu() - expected["pixel_values"]).abs()
