@@ -33,8 +33,8 @@ _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
 """Markers without a length."""
 _MARKER = re.compile(rb"\xff+([\x01-\xfe])")
 _AFTER_PASS = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-"""The end of a pass's data, in which 0xff is followed by zero or a restart marker. Begins with one byte, which
-is looked for ten times faster than a repeated one; of several before a marker the last one is found.
+"""The end of a pass's data, in which 0xff is followed by zero or a restart marker. Begins with one byte,
+which is looked for ten times faster than a repeated one; of several before a marker the last one is found.
 """
 _PROFILE_MARK = b"ICC_PROFILE\0"
 _ADOBE_BYTES = 12
