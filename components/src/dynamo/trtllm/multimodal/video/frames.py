@@ -94,11 +94,11 @@ class ChosenFrames:
             check_frame(frame.width, frame.height, len(self._wanted), self._limits)
         kept = self._kept
         size = (frame.width, frame.height) if kept is None else _stored_size(frame, kept)
-        picture = upright(as_rgb(frame, *size), frame)
+        image = upright(as_rgb(frame, *size), frame)
         if kept is None:
-            height, width = picture.shape[:2]
+            height, width = image.shape[:2]
             kept = self._kept = self._allocate((len(self._wanted), height, width, 3))
-        kept[place] = picture
+        kept[place] = image
         self._uncollected += frame.width * frame.height
         if self._uncollected > _COLLECTED_PIXELS:
             gc.collect()
@@ -128,24 +128,24 @@ def as_rgb(frame: Any, width: int, height: int) -> NDArray[np.uint8]:
     return ((rgba[..., :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
 
 
-def upright(picture: NDArray[np.uint8], frame: Any) -> NDArray[np.uint8]:
-    """`picture` as the display matrix of `frame` turns it:
+def upright(image: NDArray[np.uint8], frame: Any) -> NDArray[np.uint8]:
+    """`image` as the display matrix of `frame` turns it:
     by quarter turns and mirroring, else `ClientFault`.
 
     The matrix maps stored to shown places: x' = a x + c y, y' = b x + d y (ISO/IEC 14496-12, 6.2.2).
     """
     side = frame.side_data.get("DISPLAYMATRIX")
     if side is None:
-        return picture
+        return image
     a, b, _, c, d = struct.unpack("=5i", bytes(side)[:20])
     if a and d and not b and not c:
         across, down = a < 0, d < 0
     elif b and c and not a and not d:
-        picture = picture.swapaxes(0, 1)
+        image = image.swapaxes(0, 1)
         across, down = c < 0, b < 0
     else:
         raise ClientFault("the video is turned by something else than quarter turns")
-    return picture[:: -1 if down else 1, :: -1 if across else 1]
+    return image[:: -1 if down else 1, :: -1 if across else 1]
 
 
 def _runs(frames: Sequence[Shown], timeline: Timeline) -> Iterator[tuple[int, int]]:
