@@ -6,11 +6,13 @@ import base64
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo.trtllm.demo.clips import draw_clip, write_mp4
 from dynamo.trtllm.demo.pictures import draw
 from oracle.deployments import model_directory
 from processes.cluster import Answer, Cluster, Managed, wait_until
@@ -18,6 +20,7 @@ from processes.media import png
 from processes.topologies import Deployment, deploy
 
 TESTS = Path(__file__).parents[1]
+QWEN25, QWEN3 = "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 ENGINE_ARGS = {
     "cache_transceiver_config": {"backend": "NIXL", "kv_transfer_timeout_ms": 60000},
     "kv_cache_config": {"enable_block_reuse": False},
@@ -103,6 +106,40 @@ def test_every_topology_of_both_releases_gives_the_same_answers(
     assert all(text for text, *_ in here)
     assert here[2][2] > here[0][2]
     assert (refused.status, "guided decoding" in refused.message) == (400, True)
+
+
+def clip(seed: int, folder: Path) -> dict[str, Any]:
+    write_mp4(draw_clip(seed, (112, 84)), folder / "clip.mp4")
+    data = base64.b64encode((folder / "clip.mp4").read_bytes()).decode()
+    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}}
+
+
+def renamed(model: Path, folder: Path, architecture: str) -> Path:
+    """A copy of `model` that says it is of `architecture`."""
+    shutil.copytree(model, folder)
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps({**described, "architectures": [architecture]})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_a_clip_is_served_with_and_without_an_encode_worker_where_the_record_has_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    asked = [clip(3, tmp_path), {"type": "text", "text": "what happens?"}]
+    answers = []
+    for architecture, topology in ((QWEN3, "agg"), (QWEN3, "epd_disagg"), (QWEN25, "agg")):
+        directory = renamed(model, tmp_path / f"{architecture}-{topology}", architecture)
+        options = ("--engine", "tensorrt_llm", "--modality", "multimodal", "--model-path", str(directory))
+        options += ("--override-engine-args", json.dumps(ENGINE_ARGS))
+        with Cluster(env=environment("1.3.0rc29")) as cluster:
+            deploy(topology, cluster, options=options)
+            answers.append(cluster.chat(asked, max_tokens=12, ignore_eos=True))
+    whole, parted, refused = answers
+    assert told(whole) == told(parted)
+    assert told(whole)[2] > 60  # the question alone is a fraction of it
+    assert refused.status == 400
+    assert f"videos of {QWEN25} are not served with TensorRT-LLM 1.3.0rc29: it counts" in refused.message
 
 
 def counted(deployment: Deployment, what: str) -> list[float]:

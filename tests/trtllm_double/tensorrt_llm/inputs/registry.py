@@ -190,9 +190,7 @@ class BaseMultimodalInputProcessor(DefaultInputProcessor):
                 rows = self.model.pair_features(pair if len(pair) == 2 else pair * 2)
                 features.append(rows)
                 grids.append(self.model.grid(pair[0]))
-                written += (
-                    f" <{time:.1f} seconds> <|vision_start|> {'<|video_mark|> ' * len(rows)}<|vision_end|> "
-                )
+                written += f"<{time:.1f} seconds><|vision_start|>{'<|video_mark|>' * len(rows)}<|vision_end|>"
             if VIDEO not in text:
                 raise ValueError("the placeholders do not match the videos")
             text = text.replace(VIDEO, written, 1)
