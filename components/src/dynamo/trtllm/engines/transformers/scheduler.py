@@ -255,7 +255,8 @@ class Scheduler:
 
 
 def device_is_lost(error: Exception) -> bool:
-    """Whether the accelerator answers nothing after `error`, so that no other request can be served either."""
+    """Whether the accelerator answers nothing after `error`,
+    so that no other request can be served either."""
     if not isinstance(error, torch.AcceleratorError):
         return False
     try:
