@@ -380,3 +380,47 @@ def test_stale_handles_fail_the_request(release: str, tmp_path: Path) -> None:
         assert lib.ask(engine, asked, disagg).outputs[0].finish_reason == "length"
         with pytest.raises(lib.failed, match="gone"):
             lib.ask(engine, asked, disagg)
+
+
+def clip(*shades: int, **metadata: Any) -> Any:
+    """A `VideoData` of these frames, five of the clip apart."""
+    from tensorrt_llm.inputs import VideoData  # type: ignore[import-not-found, attr-defined]
+
+    indices = [5 * at for at in range(len(shades))]
+    known = {"fps": 10.0, "frames_indices": indices, "total_num_frames": 60, "duration": 6.0}
+    return VideoData(frames=[picture(84, 56, shade) for shade in shades], metadata={**known, **metadata})
+
+
+def seen_in(video: Any, **options: Any) -> dict[str, Any]:
+    words = "301 <|vision_start|><|video_pad|><|vision_end|> 306"
+    return {"prompt": words, "multi_modal_data": {"video": [video]}, "mm_processor_kwargs": options}
+
+
+@pytest.mark.parametrize("release", LATER)
+def test_a_video_is_sampled_again_unless_its_frames_are_said_to_be_chosen(
+    release: str, tmp_path: Path
+) -> None:
+    """modeling_qwen3vl.py: `_decide_do_sample_frames`."""
+    with library(release, tmp_path) as lib:
+        engine = lib.root.LLM(lib.model(QWEN3, video_token_id=298))
+        shades = range(10, 130, 10)
+        lengths = [
+            len(engine.preprocess(seen_in(clip(*shades), **options), lib.sampling()).prompt_token_ids)
+            for options in ({"do_sample_frames": False}, {"num_frames": 12}, {}, {"num_frames": 6})
+        ]
+        # Marks, rows and time of a pair are ten words: six pairs, all of them, then two, and three.
+        assert lengths == [64, 64, 24, 34]
+
+
+@pytest.mark.parametrize("release", LATER)
+def test_a_video_is_named_by_its_frames_and_by_what_was_chosen_of_it(release: str, tmp_path: Path) -> None:
+    """inputs/multimodal_data.py: `VideoData.update_hash`."""
+    with library(release, tmp_path) as lib:
+        engine = lib.root.LLM(lib.model(QWEN3, video_token_id=298))
+        videos = [clip(1, 2), clip(1, 2), clip(1, 3), clip(1, 2, fps=20.0), clip(1, 2, frames_indices=[0, 9])]
+        prepared = [
+            engine.preprocess(seen_in(video, do_sample_frames=False), lib.sampling()) for video in videos
+        ]
+        names = [each.multimodal_params.multimodal_hashes[0] for each in prepared]
+        assert names[0] == names[1]
+        assert len(set(names)) == 4
