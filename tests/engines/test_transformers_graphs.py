@@ -309,16 +309,28 @@ class _Remembered(Recorder):
 
     def __init__(self, records: bool, most: int = 1000) -> None:
         super().__init__(records=True, most=most)
+        self.most = most
+        self.known: set[Any] = set()
         self.new: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.known
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.known) < self.most
 
     def run(self, key: Any, step: Callable[[], None]) -> None:
         step()
-        if key not in self._graphs:
-            self._graphs[key] = None  # type: ignore[assignment]
+        if key not in self.known:
+            self.known.add(key)
             self.new.append(key)
 
     def clear(self) -> None:
-        self._graphs.clear()
+        self.known.clear()
 
 
 @pytest.mark.asyncio

@@ -16,8 +16,10 @@ from dynamo.trtllm.demo.pictures import draw
 from dynamo.trtllm.engines.factory import create_engine
 from dynamo.trtllm.engines.port import Engine, EngineInfo, EngineRequest, EngineState
 from dynamo.trtllm.engines.transformers.causal import continues_unmasked
-from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.engines.transformers.graphs import Recorder
+from dynamo.trtllm.engines.transformers.loading import load_model
+from dynamo.trtllm.engines.transformers.media import encoders_of
+from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.model_files import DEMO_DIRECTORY
 from engines.contract import Output, add, generate, request, split
 
@@ -223,16 +225,14 @@ def test_half_precision_prompts_are_continued_without_masks() -> None:
     assert not continues_unmasked(torch.device("cuda"), torch.float32, 128, 128)
 
 
-@pytest.mark.asyncio
-async def test_pixels_and_token_counts_on_the_device_are_those_of_the_processor_on_the_cpu() -> None:
+def test_pixels_and_token_counts_on_the_device_are_those_of_the_processor_on_the_cpu() -> None:
     """A pixel that is resized on the device may be rounded the other way: 1 of 255, over the deviation of
     0.26.
     """
     from transformers import AutoProcessor
 
-    engine, _ = await started("cuda")
-    assert isinstance(engine, TransformersEngine)
-    encoder = engine._require_encoder("image")
+    config = EngineConfig(modality=Modality.MULTIMODAL, device="cuda")
+    encoder = encoders_of(load_model(str(DEMO_DIRECTORY), config, EngineOptions()))["image"]
     processor = AutoProcessor.from_pretrained(DEMO_DIRECTORY).image_processor
     for side, size in ((0, None), (1, (100, 260)), (2, (317, 90))):
         image = draw(SEEDS[side]).image
@@ -243,4 +243,3 @@ async def test_pixels_and_token_counts_on_the_device_are_those_of_the_processor_
         difference = (found["pixel_values"].cpu() - expected["pixel_values"]).abs()
         assert float(difference.max()) <= 1 / 255 / 0.26 + 1e-3
         assert float(difference.mean()) <= 1e-3
-    await engine.close()
