@@ -93,21 +93,25 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
             "use_cache": True,
             **ends,
         },
-        "audio_config": {
-            "model_type": "qwen2_audio_encoder",
-            "num_mel_bins": MEL_BINS,
-            "d_model": 96,
-            "encoder_layers": 3,
-            "encoder_attention_heads": 4,
-            "encoder_ffn_dim": 192,
-            "max_source_positions": FRAMES // 2,
-            "activation_function": "gelu",
-            "scale_embedding": False,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "activation_dropout": 0.0,
-            "encoder_layerdrop": 0.0,
-        },
+        "audio_config": _audio_config(),
+    }
+
+
+def _audio_config() -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": MEL_BINS,
+        "d_model": 96,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 192,
+        "max_source_positions": FRAMES // 2,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "encoder_layerdrop": 0.0,
     }
 
 
