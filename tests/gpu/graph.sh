@@ -3,7 +3,8 @@
 # served in every topology and measured through Dynamo's frontend. Writes RESULTS.md, results.png,
 # results.json and the logs. Takes about 9 minutes.
 #
-# usage: tests/gpu/graph.sh [--parts DIR] [--site DIR] [--work DIR] [--only unpack|tests|serving] [--topologies LIST] [OUT]
+# usage: tests/gpu/graph.sh [--parts DIR] [--site DIR] [--work DIR] [--only unpack|tests|serving]
+#                           [--topologies LIST] [OUT]
 #
 #   --parts DIR  parts that tests/gpu/pack.sh made, for a machine without a package registry; they go to
 #                --site. On a machine where the project and the extra `portable` are installed, leave it out
@@ -66,7 +67,8 @@ fi
 if wants serving; then
     [[ -f $work/model/config.json && -n $(find "$work/model" -name '*.index.json') ]] ||
         python3 tests/gpu/model.py "$work/model"
-    python3 tests/gpu/serving.py "$work/model" "$out/results.json" "${topologies[@]}" 2>&1 | tee "$out/serving.log"
+    python3 tests/gpu/serving.py "$work/model" "$out/results.json" "${topologies[@]}" 2>&1 |
+        tee "$out/serving.log"
     [[ -f $out/tests.txt ]] || echo "not run" >"$out/tests.txt"
     python3 tests/gpu/results.py "$out/results.json" "$out/tests.txt" "$out"
     echo "results: $out/RESULTS.md"
