@@ -79,6 +79,12 @@ class Handoff(Message):
     meta: Mapping[str, Any]
     transfer: TransferDescriptor | None = None
 
+    def for_engine(self, engine: str) -> Handoff:
+        """This hand-off. Raises `PeerFault` when another engine than `engine` made it."""
+        if self.engine != engine:
+            raise PeerFault("the prefill worker runs another engine than this decode worker")
+        return self
+
     def first_step(self) -> Step:
         """Prefill's first token as the engine port's step;
         the final one when prefill finished the request."""

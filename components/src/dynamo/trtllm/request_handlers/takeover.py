@@ -88,12 +88,7 @@ class Takeovers:
         if not request.handoff:
             return await self._prefill_again(request, context, None)
         with measured(Stage.PREPARE):
-            return self._checked(Handoff.parse(request.handoff, "prefill"))
-
-    def _checked(self, handoff: Handoff) -> Handoff:
-        if handoff.engine != type(self._engine).__name__:
-            raise PeerFault("the prefill worker runs another engine than this decode worker")
-        return handoff
+            return Handoff.parse(request.handoff, "prefill").for_engine(type(self._engine).__name__)
 
     async def _state(self, handoff: Handoff, request: Request, context: Context) -> EngineState:
         """The engine's state, its KV cache read; from a second prefill if the first one's worker is gone."""
@@ -117,7 +112,8 @@ class Takeovers:
 
     async def _prefill_again(self, request: Request, context: Context, lost: Handoff | None) -> Handoff:
         self._prefilled_again += 1
-        return self._checked(await self._prefill.prefill(request, context, lost))
+        handoff = await self._prefill.prefill(request, context, lost)
+        return handoff.for_engine(type(self._engine).__name__)
 
     async def _let_go(self, handoff: Handoff, taken: Takeover) -> None:
         """Nobody will decode it: free what is read here, and what prefill holds for it."""
