@@ -57,7 +57,15 @@ def decoders_of(process: int) -> list[int]:
     """Its children that decode; a test run has other ones as well."""
     tasks = Path(f"/proc/{process}/task")
     children = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-    return [each for each in children if b"decoder_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [each for each in children if b"decoder_process" in _command_of(each)]
+
+
+def _command_of(process: int) -> bytes:
+    """Empty when it has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def ticks_of(process: int) -> int:
