@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import itertools
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,11 +75,14 @@ def largest_clip(duration_s: float) -> bytes:
     )
 
 
-def never_seen(data: bytes) -> Iterator[str]:
-    """Data URLs of the clip, each with another empty box at its end (`free`, ISO/IEC 14496-12)."""
+def never_seen(data: bytes, folder: Path) -> Iterator[str]:
+    """Files of the clip, each with another empty box at its end (`free`, ISO/IEC 14496-12): as data URLs the
+    flood would keep this process busy, which asks the text requests too.
+    """
     for number in itertools.count():
-        box = (16).to_bytes(4, "big") + b"free" + number.to_bytes(8, "big")
-        yield "data:video/mp4;base64," + base64.b64encode(data + box).decode()
+        path = folder / f"{number}.mp4"
+        path.write_bytes(data + (16).to_bytes(4, "big") + b"free" + number.to_bytes(8, "big"))
+        yield path.as_uri()
 
 
 class Load:
@@ -155,12 +158,12 @@ async def flooded(load: Load, clips: int, into: Phase, work: Callable[[], Any]) 
 
 
 async def measure(
-    url: str, data: bytes, options: argparse.Namespace, advance: Callable[[], None]
+    url: str, clips: Iterator[str], options: argparse.Namespace, advance: Callable[[], None]
 ) -> list[dict[str, Phase]]:
     rounds = []
     timeout = aiohttp.ClientTimeout(total=1800)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        load = Load(session, url, never_seen(data))
+        load = Load(session, url, clips)
         warm = Phase()
         await ask_texts(load, WARM_UP * CLIENTS, warm, lambda: None)
         words = await load.clip(warm)
@@ -247,13 +250,15 @@ def run(options: argparse.Namespace, console: Console) -> list[dict[str, Phase]]
     console.print(f"drawing a clip of {options.duration:g} s, {SIZE[0]} x {SIZE[1]}", highlight=False)
     data = largest_clip(options.duration)
     console.print(f"its file has {len(data) / 1e6:.1f} MB; starting a worker", highlight=False)
-    with Cluster() as cluster:
-        deploy("agg", cluster, options=[*OPTIONS, "--model-path", options.model_path])
+    with Cluster() as cluster, tempfile.TemporaryDirectory() as folder:
+        reading = ("--allowed-local-media-path", folder)
+        deploy("agg", cluster, options=[*OPTIONS, "--model-path", options.model_path, *reading])
+        clips = never_seen(data, Path(folder))
         with report.progress(console) as shown:
             task = shown.add_task(
                 "asking", total=2 * options.rounds * (options.requests // CLIENTS) * CLIENTS
             )
-            return asyncio.run(measure(cluster.url, data, options, lambda: shown.advance(task)))
+            return asyncio.run(measure(cluster.url, clips, options, lambda: shown.advance(task)))
 
 
 def main() -> int:
