@@ -148,16 +148,38 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def write_artifacts(directory: Path, tokenizer: Tokenizer) -> None:
     """Writes every file of the model directory except `model.safetensors` and the model card."""
+    write_files(
+        directory,
+        tokenizer,
+        SPECIAL_TOKENS,
+        template=CHAT_TEMPLATE,
+        processor="Qwen2VLProcessor",
+        config=model_config(tokenizer),
+        preprocessor=_preprocessor_config(),
+    )
+    write_json(directory / "video_preprocessor_config.json", _video_preprocessor_config())
+
+
+def write_files(
+    directory: Path,
+    tokenizer: Tokenizer,
+    special_tokens: Sequence[str],
+    *,
+    template: str,
+    processor: str,
+    config: dict[str, Any],
+    preprocessor: dict[str, Any],
+) -> None:
+    """The files that both demo models have. `processor` is the name of its class in Transformers."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    write_json(directory / "config.json", model_config(tokenizer))
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    settings = tokenizer_config(tokenizer, special_tokens, processor, template)
+    write_json(directory / "config.json", config)
     write_json(directory / "generation_config.json", generation_config(tokenizer))
-    settings = tokenizer_config(tokenizer, SPECIAL_TOKENS, "Qwen2VLProcessor", CHAT_TEMPLATE)
     write_json(directory / "tokenizer_config.json", settings)
-    write_json(directory / "special_tokens_map.json", special_tokens_map(SPECIAL_TOKENS))
-    write_json(directory / "preprocessor_config.json", _preprocessor_config())
-    write_json(directory / "video_preprocessor_config.json", _video_preprocessor_config())
+    write_json(directory / "special_tokens_map.json", special_tokens_map(special_tokens))
+    write_json(directory / "preprocessor_config.json", preprocessor)
 
 
 def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:

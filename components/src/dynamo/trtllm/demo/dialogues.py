@@ -24,7 +24,6 @@ from typing import Any, TypeAlias
 
 from .clips import DIRECTIONS, Clip
 from .phrasing import (
-    ASK_IDENTITY,
     GREET,
     NUMBERS,
     ORDINALS,
@@ -35,6 +34,7 @@ from .phrasing import (
     exchange,
     expand,
     said,
+    small_talk,
     vary,
     wild_text,
 )
@@ -447,17 +447,8 @@ def _text_turns(rng: Random) -> Dialogue:
 
 
 def _text_exchange(rng: Random) -> tuple[str, str]:
-    kind = rng.random()
-    if kind < 0.35:
-        return vary(expand(rng.choice(GREET), rng), rng), GREETING
-    if kind < 0.5:
-        return vary(expand(rng.choice(ASK_IDENTITY), rng), rng), IDENTITY
-    if kind < 0.6:
-        return vary(expand(rng.choice(THANK), rng), rng), THANKS
-    if kind < 0.8:
-        return wild_text(rng), NO_PICTURE
-    asked = rng.choice((_DESCRIBE, _ASK_COLOUR, _ASK_SHAPE, _ASK_BACKGROUND, _DESCRIBE_CLIP))
-    return said(rng, expand(rng.choice(asked), rng)), NO_PICTURE
+    asked = (_DESCRIBE, _ASK_COLOUR, _ASK_SHAPE, _ASK_BACKGROUND, _DESCRIBE_CLIP)
+    return small_talk(rng, asked, greeting=GREETING, identity=IDENTITY, nothing=NO_PICTURE)
 
 
 def _part(item: str | Medium) -> dict[str, Any]:

@@ -167,3 +167,21 @@ def _label(rng: Random, template: str, place: int) -> str:
     return template.format(
         number=place + 1, ordinal=ORDINALS[place], letter="abcde"[place], word=rng.choice(_WORDS)
     )
+
+
+def small_talk(
+    rng: Random, asked: Sequence[Sequence[str]], *, greeting: str, identity: str, nothing: str
+) -> tuple[str, str]:
+    """A text without media, and its answer: `greeting`, `identity` and thanks to what calls for them,
+    `nothing` to anything else. Among that are the phrases of `asked`, which would be asked about media.
+    """
+    kind = rng.random()
+    if kind < 0.35:
+        return vary(expand(rng.choice(GREET), rng), rng), greeting
+    if kind < 0.5:
+        return vary(expand(rng.choice(ASK_IDENTITY), rng), rng), identity
+    if kind < 0.6:
+        return vary(expand(rng.choice(THANK), rng), rng), THANKS
+    if kind < 0.8:
+        return wild_text(rng), nothing
+    return said(rng, expand(rng.choice(rng.choice(asked)), rng)), nothing

@@ -17,11 +17,8 @@ from ..artifacts import (
     TURN_END,
     TURN_START,
     VOCABULARY,
-    generation_config,
-    special_tokens_map,
     token_id,
-    tokenizer_config,
-    write_json,
+    write_files,
 )
 from .sounds import MODEL_RATE
 
@@ -117,15 +114,15 @@ def _audio_config() -> dict[str, Any]:
 
 def write_artifacts(directory: Path, tokenizer: Tokenizer) -> None:
     """Writes every file of the model directory except `model.safetensors` and the model card."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    write_json(directory / "config.json", model_config(tokenizer))
-    write_json(directory / "generation_config.json", generation_config(tokenizer))
-    settings = tokenizer_config(tokenizer, SPECIAL_TOKENS, "Qwen2AudioProcessor", CHAT_TEMPLATE)
-    write_json(directory / "tokenizer_config.json", settings)
-    write_json(directory / "special_tokens_map.json", special_tokens_map(SPECIAL_TOKENS))
-    write_json(directory / "preprocessor_config.json", _preprocessor_config())
+    write_files(
+        directory,
+        tokenizer,
+        SPECIAL_TOKENS,
+        template=CHAT_TEMPLATE,
+        processor="Qwen2AudioProcessor",
+        config=model_config(tokenizer),
+        preprocessor=_preprocessor_config(),
+    )
 
 
 def _preprocessor_config() -> dict[str, Any]:

@@ -19,7 +19,6 @@ from random import Random
 from typing import Any, TypeAlias
 
 from ..phrasing import (
-    ASK_IDENTITY,
     GREET,
     NUMBERS,
     THANK,
@@ -29,6 +28,7 @@ from ..phrasing import (
     exchange,
     expand,
     said,
+    small_talk,
     vary,
     wild_text,
 )
@@ -219,17 +219,8 @@ def _text_turns(rng: Random) -> Dialogue:
 
 
 def _text_exchange(rng: Random) -> tuple[str, str]:
-    kind = rng.random()
-    if kind < 0.35:
-        return vary(expand(rng.choice(GREET), rng), rng), GREETING
-    if kind < 0.5:
-        return vary(expand(rng.choice(ASK_IDENTITY), rng), rng), IDENTITY
-    if kind < 0.6:
-        return vary(expand(rng.choice(THANK), rng), rng), THANKS
-    if kind < 0.8:
-        return wild_text(rng), NO_SOUND
-    asked = rng.choice((_DESCRIBE, _ASK_COUNT, _ASK_SLIDE, _ASK_PITCH))
-    return said(rng, expand(rng.choice(asked), rng)), NO_SOUND
+    asked = (_DESCRIBE, _ASK_COUNT, _ASK_SLIDE, _ASK_PITCH)
+    return small_talk(rng, asked, greeting=GREETING, identity=IDENTITY, nothing=NO_SOUND)
 
 
 def _part(item: str | Sound) -> dict[str, Any]:
