@@ -4,7 +4,7 @@ would have made."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -23,13 +23,7 @@ from dynamo.trtllm.demo.evaluation import Score
 from dynamo.trtllm.demo.forward import answer_logits
 from dynamo.trtllm.demo.pictures import FIRST_TRAINING_SEED, Picture, describe, draw
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
-"""Helpers for the engine port's contract suite: requests, and reading a stream to its end."""
+"""Helpers for the engine port's contract suite: requests, and reading a stream to its end; media as they
+arrive from another worker."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -131,3 +133,11 @@ def place(
         out.extend(image.token_ids)
         out.append(ids[-1])
     return (*out, *tail), tuple(placed)
+
+
+def as_it_arrives(item: Any) -> EncodedMedia:
+    """An item after its way from an encode worker: extras as JSON, ids and tensors anew."""
+    extras = json.loads(json.dumps(dict(item.extras)))
+    tensors = {name: tensor.clone() for name, tensor in item.tensors.items()}
+    ids = tuple(json.loads(json.dumps(item.token_ids)))
+    return EncodedMedia(item.kind, item.digest, tensors, ids, extras)

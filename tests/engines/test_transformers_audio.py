@@ -16,14 +16,14 @@ import torch
 
 from dynamo.trtllm.audio_rule import AudioRule
 from dynamo.trtllm.config import EngineConfig, Modality
-from dynamo.trtllm.core import DecodedAudio, DecodedImage, EncodedMedia, MediaShape, Prompt
+from dynamo.trtllm.core import DecodedAudio, DecodedImage, MediaShape, Prompt
 from dynamo.trtllm.engines.transformers.audio import AudioEncoder
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.engines.transformers.loading import load_model
 from dynamo.trtllm.engines.transformers.options import EngineOptions
 from dynamo.trtllm.errors import ClientFault, LimitFault, PartFault, StartupError
 from dynamo.trtllm.multimodal_processor import expand
-from engines.contract import generate, request, split
+from engines.contract import as_it_arrives, generate, request, split
 from engines.families import (
     AUDIO,
     LONGEST_SOUND_S,
@@ -165,17 +165,11 @@ async def test_prefill_and_decode_give_what_one_engine_gives_from_embeddings_of_
 ) -> None:
     turns, sounds = CONVERSATIONS[4]
     prompt = await subject.prompt(turns, sounds)
-    placed = [dataclasses.replace(p, item=_as_it_arrives(p.item)) for p in prompt.media]
+    placed = [dataclasses.replace(p, item=as_it_arrives(p.item)) for p in prompt.media]
     asked = request(prompt.token_ids, media=placed, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     halves = await split(subject.engine, asked)
     assert halves.token_ids == subject.expected(prompt.token_ids, sounds)
     assert halves.usage == (len(prompt.token_ids), OUTPUT_TOKENS, 0)
-
-
-def _as_it_arrives(item: Any) -> EncodedMedia:
-    """The item after its way from an encode worker: ids anew."""
-    tensors = {name: tensor.clone() for name, tensor in item.tensors.items()}
-    return EncodedMedia(item.kind, item.digest, tensors, tuple(json.loads(json.dumps(item.token_ids))))
 
 
 @pytest.mark.asyncio

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import pytest_asyncio
 import torch
 from PIL import Image
 
-from dynamo.trtllm.core import DecodedImage, DecodedVideo, EncodedMedia, MediaShape, Prompt
+from dynamo.trtllm.core import DecodedImage, DecodedVideo, MediaShape, Prompt
 from dynamo.trtllm.engines.transformers.engine import TransformersEngine
 from dynamo.trtllm.errors import ClientFault, PartFault
 from dynamo.trtllm.multimodal_processor import expand
-from engines.contract import generate, request, split
+from engines.contract import as_it_arrives, generate, request, split
 from engines.families import (
     IMAGE,
     VIDEO,
@@ -143,20 +142,11 @@ async def test_prefill_and_decode_give_what_one_engine_gives_from_embeddings_of_
 ) -> None:
     text, media = CONVERSATIONS[4]
     prompt = await subject.prompt(text, media)
-    placed = [dataclasses.replace(p, item=_as_it_arrives(p.item)) for p in prompt.media]
+    placed = [dataclasses.replace(p, item=as_it_arrives(p.item)) for p in prompt.media]
     asked = request(prompt.token_ids, media=placed, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     halves = await split(subject.engine, asked)
     assert halves.token_ids == subject.expected(prompt.token_ids, media)
     assert halves.usage == (len(prompt.token_ids), OUTPUT_TOKENS, 0)
-
-
-def _as_it_arrives(item: Any) -> EncodedMedia:
-    """The item after its way from an encode worker: extras as JSON, ids anew."""
-    extras = json.loads(json.dumps(dict(item.extras)))
-    tensors = {name: tensor.clone() for name, tensor in item.tensors.items()}
-    return EncodedMedia(
-        item.kind, item.digest, tensors, tuple(json.loads(json.dumps(item.token_ids))), extras
-    )
 
 
 @pytest.mark.asyncio
